@@ -1,0 +1,1 @@
+"""Strict TOML configuration: schema, composition, positions of errors, explanations."""

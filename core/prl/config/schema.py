@@ -1,0 +1,255 @@
+"""The tables of a configuration. A docstring under each field is what `prl config explain` prints.
+
+A plugin's table holds the core's own keys (`use`, and a few named here) and, beside them, the keys of the plugin's
+schema: `[engine] use = "vllm", replicas = 2, gpu_memory_utilization = 0.9`. `plugin_config` returns the latter,
+validated; `prl.config.load` checks them when the file is read.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from prl.contribution import PluginConfig
+from prl.faults import Fault
+
+
+class Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)
+
+
+class PluginTable(BaseModel):
+    """A table whose remaining keys belong to the plugin that `use` names."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, validate_default=True, use_attribute_docstrings=True)
+
+    use: str
+    """Name of an installed plugin, or "./file.py:Name"."""
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """The keys that are the plugin's, not yet validated."""
+        return dict(self.__pydantic_extra__ or {})
+
+    def plugin_config(self, kind: str) -> PluginConfig:
+        """The plugin's validated table.
+
+        Raises:
+            PluginError: no such plugin. ConfigError: its table is wrong.
+        """
+        from prl import registry
+
+        return registry.describe(kind, self.use).config.model_validate(self.own)
+
+    def build(self, kind: str) -> Any:
+        """Import the plugin's factory and call it with its validated table."""
+        from prl import registry
+
+        return registry.build(kind, self.use, self.own)
+
+
+class ModelTable(Table):
+    path: str
+    """A local folder in the Hugging Face format, or a name on a model hub."""
+    impl: Literal["auto", "custom", "hf"] = "auto"
+    """"hf" runs transformers' own code; "custom" a model plugin; "auto" prefers a plugin that knows the model."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the forward pass in trainer and engine."""
+
+
+class LoopTable(Table):
+    steps: int = Field(100, ge=0)
+    """Optimiser steps. Step s trains policy version s-1 into version s."""
+    groups_per_step: int = Field(32, ge=1)
+    """Tasks that make up one batch."""
+    group_size: int = Field(8, ge=1)
+    """Episodes of every task; their rewards are compared with one another."""
+    max_staleness: int = Field(4, ge=0)
+    """K: no token older than K versions is ever trained. 0 is the synchronous algorithm, repeatable bit for bit on CPU."""
+    straggler: Literal["wait", "drop"] = "wait"
+    """A group that would become too stale while others overtake it: hold the batch for it, or drop and redraw it."""
+    max_redraws: int = Field(2, ge=0)
+    """How often a task whose group was dropped is drawn again."""
+    max_attempts: int = Field(3, ge=1)
+    """How often one episode is tried when its failure is not its own (a crashed worker, a lost engine)."""
+    episode_timeout_s: float = Field(600, gt=0)
+    """Deadline of one episode."""
+    max_failure_share: float = Field(0.5, gt=0, le=1)
+    """Stop loudly when more than this share of the last `failure_window` episodes failed."""
+    failure_window: int = Field(256, ge=1)
+    max_empty_batches: int = Field(10, ge=1)
+    """Stop loudly after so many batches in a row in which no sample carried any signal."""
+    max_concurrency: int = Field(0, ge=0)
+    """Episodes in flight at once; 0 leaves it to staleness alone."""
+    step_timeout_s: float = Field(3600, gt=0)
+    """Deadline of one training step, one publish, one checkpoint."""
+    stuck_after_s: float = Field(300, gt=0)
+    """Report the chain of waits when nothing has moved for so long."""
+
+
+class SamplingTable(Table):
+    max_tokens: int = Field(128, ge=1)
+    """Tokens of one turn at most."""
+    temperature: float = Field(1.0, gt=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)
+
+    @model_validator(mode="after")
+    def _whole_distribution(self) -> SamplingTable:
+        if self.top_p != 1.0 or self.top_k != 0:
+            raise ValueError(
+                "training needs top_p = 1 and top_k = 0: a truncated distribution makes every importance ratio wrong "
+                "by the probability that was cut off"
+            )
+        return self
+
+
+class EnvTable(PluginTable):
+    name: str = ""
+    """How it is called in metrics; the plugin's name when empty. Must be unique."""
+    weight: float = Field(1.0, gt=0)
+    """Share of training tasks drawn from it."""
+
+    @property
+    def label(self) -> str:
+        return self.name or self.use
+
+
+class EngineTable(PluginTable):
+    use: str = "embedded"
+    replicas: int = Field(1, ge=1)
+    threads: int = Field(0, ge=0)
+    """CPU threads of each replica; 0 leaves it to the numeric library."""
+
+
+class TrainerTable(PluginTable):
+    use: str = "fsdp"
+    processes: int = Field(1, ge=1)
+    """Ranks on this machine; more than one runs under torchrun."""
+    threads: int = Field(0, ge=0)
+
+
+class AlgorithmTable(PluginTable):
+    use: str = "grpo"
+
+
+class LossTable(PluginTable):
+    use: str = "dppo"
+
+
+class ChannelTable(PluginTable):
+    use: str = "filesystem"
+
+
+class LauncherTable(PluginTable):
+    use: str = "local"
+
+
+class MonitorTable(PluginTable):
+    pass
+
+
+class EvalTable(Table):
+    every: int = Field(0, ge=0)
+    """Evaluate after every so many steps while training goes on; 0 only at the start and the end."""
+    tasks: int = Field(256, ge=0)
+    """Held-out tasks of each environment; 0 switches evaluation off."""
+    samples: int = Field(1, ge=1)
+    """Episodes of each task."""
+    temperature: float = Field(0.0, ge=0)
+    """0 is greedy."""
+    at_start: bool = True
+    at_end: bool = True
+    metric: str = "reward"
+    """What `eval_first` and `eval_last` in summary.json report: "reward" or a metric an environment returns."""
+    timeout_s: float = Field(1800, gt=0)
+    """An evaluation that takes longer ends with the episodes it has."""
+
+
+class CheckpointTable(Table):
+    every: int = Field(0, ge=0)
+    """Steps between checkpoints; 0 only at the end and on request."""
+    keep: int = Field(2, ge=1)
+    """Complete checkpoints kept."""
+    at_end: bool = True
+
+
+class StoreTable(Table):
+    rollouts: Literal["all", "none"] = "all"
+    """Whether rollouts are written to the run directory."""
+    every: int = Field(1, ge=1)
+    """Keep the rollouts of every n-th step."""
+    queue: int = Field(20_000, ge=100)
+    """Records that may wait for the disk before the loop does."""
+
+
+class MismatchTable(Table):
+    """Trainer and engine must compute the same probabilities. Checked on tokens of the trainer's own version."""
+
+    probes: int = Field(4, ge=0)
+    """Sequences that every engine must reproduce after installing weights; 0 switches the gate off."""
+    probe_tolerance: float = Field(0.0, ge=0)
+    """Mean absolute difference of log-probabilities allowed; 0 chooses 1e-3 for float32 and 0.15 for bfloat16."""
+    max_kl: float = Field(0.05, gt=0)
+    """Limit of the mismatch KL (k3 estimator) of one step."""
+    action: Literal["warn", "pause", "stop"] = "pause"
+    """What happens past the limit."""
+
+
+class RunConfig(Table):
+    """One reinforcement-learning run."""
+
+    name: str = "run"
+    """The run directory is `runs_dir`/`name`."""
+    runs_dir: str = "runs"
+    seed: int = 0
+    model: ModelTable
+    loop: LoopTable = LoopTable()
+    sampling: SamplingTable = SamplingTable()
+    envs: list[EnvTable] = Field(min_length=1)
+    algorithm: AlgorithmTable = AlgorithmTable()
+    loss: LossTable = LossTable()
+    engine: EngineTable = EngineTable()
+    trainer: TrainerTable = TrainerTable()
+    channel: ChannelTable = ChannelTable()
+    launcher: LauncherTable = LauncherTable()
+    monitors: list[MonitorTable] = []
+    eval: EvalTable = EvalTable()
+    checkpoint: CheckpointTable = CheckpointTable()
+    store: StoreTable = StoreTable()
+    mismatch: MismatchTable = MismatchTable()
+    faults: list[Fault] = []
+    """Failures to inject, for tests."""
+
+    @model_validator(mode="after")
+    def _unique_environments(self) -> RunConfig:
+        labels = [env.label for env in self.envs]
+        for label in labels:
+            if labels.count(label) > 1:
+                raise ValueError(f"two environments are called {label!r}: give one of them another `name`")
+        return self
+
+
+class SftDataTable(Table):
+    train: str
+    """A JSONL file: {"messages": [...]} or {"prompt": ..., "completion": ...} a line."""
+    eval: str = ""
+    steps: int = Field(100, ge=1)
+    batch_size: int = Field(128, ge=1)
+    """Examples of one optimiser step."""
+    eval_every: int = Field(0, ge=0)
+
+
+class SftConfig(Table):
+    """One supervised run: the same trainer and model, the loss `ce`."""
+
+    name: str = "sft"
+    runs_dir: str = "runs"
+    seed: int = 0
+    model: ModelTable
+    data: SftDataTable
+    loss: LossTable = LossTable(use="ce")
+    trainer: TrainerTable = TrainerTable()
+    launcher: LauncherTable = LauncherTable()
+    checkpoint: CheckpointTable = CheckpointTable()

@@ -1,0 +1,240 @@
+"""The seams. Each protocol is what one kind of plugin provides, or what the loop needs of a role."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import msgspec
+
+from prl.messages import (
+    EngineHealth,
+    EpisodeRequest,
+    GenerateRequest,
+    Generation,
+    TrainBatch,
+    TrainReport,
+    WeightsRef,
+)
+from prl.plan import Plan, Role
+from prl.types import Credit, Episode, Message, Outcome, Reward, Rollout, RolloutHeader, Split, Task, Turn
+
+if TYPE_CHECKING:
+    from prl.config.schema import RunConfig
+    from prl.rundir import RunDir
+
+# --- environments -----------------------------------------------------------------------------------------
+
+
+class Agent(Protocol):
+    """One seat of an episode, played by a model. It keeps its own history."""
+
+    name: str
+    messages: list[Message]
+
+    async def reply(
+        self,
+        messages: str | Message | Sequence[Message | Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        max_tokens: int | None = None,
+    ) -> Turn:
+        """Append `messages` to the conversation and sample one turn.
+
+        Raises:
+            EpisodeFailed: the engine failed, or the deadline passed. Environments let it through.
+        """
+        ...
+
+    def finish(self, rewards: float | Mapping[str, float | Reward | None]) -> Rollout:
+        """End this agent's part with its rewards; a bare number is the reward named "reward"."""
+        ...
+
+
+class Context(Protocol):
+    """All that an environment may use. `deadline` is in `time.monotonic()` seconds."""
+
+    rng: random.Random
+    deadline: float
+    log: logging.Logger
+    kind: str
+
+    def agent(self, name: str = "policy", *, trainable: bool = True) -> Agent: ...
+
+
+@runtime_checkable
+class Env(Protocol):
+    """An environment. `tasks` is deterministic in the config's seed; train and eval splits are disjoint."""
+
+    def tasks(self, split: Split) -> Sequence[Task] | Iterable[Task]: ...
+
+    async def run(self, task: Task, ctx: Context) -> Episode: ...
+
+
+# --- algorithms -------------------------------------------------------------------------------------------
+
+
+class GroupMember(msgspec.Struct, frozen=True):
+    """One finished episode of a group, as credit assignment sees it."""
+
+    episode_id: int
+    rollouts: tuple[RolloutHeader, ...]
+    metrics: Mapping[str, float]
+
+
+class Algorithm(Protocol):
+    """Credit assignment: a pure function of one group, plus state that is saved in checkpoints."""
+
+    min_members: int
+    """A group with fewer scored members is dropped: a baseline needs something to compare with."""
+
+    def credit(self, members: Sequence[GroupMember]) -> list[list[Credit]]:
+        """One list per member with one `Credit` per trainable sample, in the order of its rollouts."""
+        ...
+
+    def state(self) -> dict[str, Any]: ...
+
+    def load_state(self, state: Mapping[str, Any]) -> None: ...
+
+
+# --- engines ----------------------------------------------------------------------------------------------
+
+
+class EngineClient(Protocol):
+    """An inference server with the current policy. The wire behind it is the engine plugin's own business."""
+
+    async def generate(self, request: GenerateRequest) -> Generation: ...
+
+    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probability of every token given those before it (the first is 0), at temperature 1."""
+        ...
+
+    async def pause(self) -> None:
+        """Stop between two tokens; requests stay. Idempotent."""
+        ...
+
+    async def install(self, weights: WeightsRef) -> None:
+        """Load, install and verify one version. On any error the engine holds exactly one whole version.
+
+        Raises:
+            WeightsError: checksums or probes do not agree; the former version is still installed.
+        """
+        ...
+
+    async def resume(self) -> None: ...
+
+    async def health(self) -> EngineHealth: ...
+
+    async def close(self) -> None: ...
+
+
+class EnginePlugin(Protocol):
+    def role(self, config: RunConfig) -> Role:
+        """The server's part of the plan. It is started with the run directory and registers its address."""
+        ...
+
+    def connect(self, address: str, token: str) -> EngineClient: ...
+
+
+# --- trainers and weight channels -------------------------------------------------------------------------
+
+
+class TrainerPlugin(Protocol):
+    def role(self, config: RunConfig) -> Role: ...
+
+
+class ChannelSender(Protocol):
+    """The trainer's half. `tensors` are (disk name, torch tensor) pairs; each is used once and not kept."""
+
+    def send(
+        self, version: int, incarnation: int, tensors: Iterable[tuple[str, Any]], probes: Sequence[Probe]
+    ) -> WeightsRef: ...
+
+    def release(self, versions: Sequence[int]) -> None: ...
+
+
+class ChannelReceiver(Protocol):
+    """The engine's half. `receive` checks every checksum before it returns anything.
+
+    Raises:
+        WeightsError: the version is incomplete or corrupted.
+    """
+
+    def receive(self, weights: WeightsRef) -> ReceivedWeights: ...
+
+
+class Probe(msgspec.Struct, frozen=True):
+    """A short sequence with the trainer's own log-probabilities (first token 0), to be reproduced after installing."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+
+
+class ReceivedWeights(msgspec.Struct):
+    tensors: Mapping[str, Any]
+    probes: list[Probe]
+    tolerance: float
+
+
+class ChannelPlugin(Protocol):
+    def sender(self, directory: Path) -> ChannelSender: ...
+
+    def receiver(self) -> ChannelReceiver: ...
+
+
+# --- launchers and monitors -------------------------------------------------------------------------------
+
+
+class Launcher(Protocol):
+    def run(self, plan: Plan, run_dir: RunDir) -> int:
+        """Execute the plan to its end and return the exit code of the run."""
+        ...
+
+
+class Monitor(Protocol):
+    """Receives what is also in the run directory. It runs off the loop; one that raises is muted."""
+
+    def start(self, config: RunConfig, run_dir: RunDir) -> None: ...
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def finish(self, outcome: str) -> None: ...
+
+
+# --- what the loop needs of the roles (fakes of these are in prl.testing) ---------------------------------
+
+
+class EpisodeRunner(Protocol):
+    async def tasks(self, env: str, split: Split, start: int, count: int) -> list[Task]: ...
+
+    async def run(self, request: EpisodeRequest) -> Outcome:
+        """Raises:
+        EpisodeFailed: with a reason that is counted, and whether another attempt may succeed.
+        """
+        ...
+
+
+class TrainerClient(Protocol):
+    dp_size: int
+
+    async def train(self, batches: Sequence[TrainBatch]) -> TrainReport:
+        """One batch per data-parallel rank."""
+        ...
+
+    async def publish(self, version: int) -> WeightsRef: ...
+
+    async def release(self, versions: Sequence[int]) -> None: ...
+
+    async def checkpoint(self, step: int, path: Path) -> dict[str, str]: ...
+
+
+class EngineFleet(Protocol):
+    @property
+    def version(self) -> int:
+        """The oldest version any serving engine holds: what a rollout that starts now may be sampled with."""
+        ...
+
+    async def install(self, weights: WeightsRef) -> None: ...
