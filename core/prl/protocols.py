@@ -150,10 +150,21 @@ class ChannelSender(Protocol):
     """The trainer's half. `tensors` are (disk name, torch tensor) pairs; each is used once and not kept."""
 
     def send(
-        self, version: int, incarnation: int, tensors: Iterable[tuple[str, Any]], probes: Sequence[Probe]
-    ) -> WeightsRef: ...
+        self,
+        version: int,
+        incarnation: int,
+        tensors: Iterable[tuple[str, Any]],
+        probes: Sequence[Probe],
+        tolerance: float,
+    ) -> WeightsRef:
+        """Make one version available. `tolerance` is the mean absolute difference of log-probabilities that an
+        engine's answer to `probes` may show; it travels with them. Sending a version again replaces it.
+        """
+        ...
 
-    def release(self, versions: Sequence[int]) -> None: ...
+    def release(self, versions: Sequence[int]) -> None:
+        """Forget versions that every reader has acknowledged. An unknown or already released one is ignored."""
+        ...
 
 
 class ChannelReceiver(Protocol):
