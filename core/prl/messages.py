@@ -65,6 +65,29 @@ class RoleStatus(msgspec.Struct):
 REGISTER = Method("register", Register, Welcome)
 STATUS = Method("status", RoleStatus, Nothing)
 
+# --- launcher -> controller -----------------------------------------------------------------------------------
+
+
+class RoleExited(msgspec.Struct):
+    """The launcher saw a process end, at once. `code` is its exit code, negative for a signal.
+
+    `will_restart` is what the launcher does next if the role is still needed.
+    """
+
+    role: str
+    replica: int
+    code: int
+    will_restart: bool
+
+
+class StillNeeded(msgspec.Struct):
+    """Whether the run still needs the role. If so its end was a failure, even with code 0."""
+
+    needed: bool
+
+
+ROLE_EXITED = Method("role_exited", RoleExited, StillNeeded)
+
 # --- controller -> environment worker -------------------------------------------------------------------------
 
 

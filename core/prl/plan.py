@@ -9,9 +9,18 @@ import msgspec
 Restart = Literal["never", "on_failure"]
 Purpose = Literal["main", "service"]
 
+SAFE_VARIABLES = frozenset(
+    "PATH HOME USER LOGNAME SHELL LANG LANGUAGE LC_ALL LC_CTYPE TZ TERM TMPDIR TEMP TMP VIRTUAL_ENV PYTHONPATH PYTHONHOME "
+    "PYTHONUNBUFFERED PYTHONHASHSEED PYTHONNOUSERSITE PYTHONDONTWRITEBYTECODE LD_LIBRARY_PATH SSL_CERT_FILE SSL_CERT_DIR "
+    "REQUESTS_CA_BUNDLE HF_HOME HF_HUB_OFFLINE HF_DATASETS_OFFLINE XDG_CACHE_HOME CUDA_VISIBLE_DEVICES PRL_FAULTS".split()
+)
+"""What a role with `clean_env` inherits: enough to find programs, caches and certificates, and no credential."""
+
 
 class Resources(msgspec.Struct, frozen=True):
-    """Per replica. `threads` limits numeric libraries; 0 leaves it to them."""
+    """Per replica. `gpus` is how many it would use where there are some, 0 leaves the visible ones as they are;
+    `threads` limits numeric libraries, 0 leaves it to them.
+    """
 
     gpus: int = 0
     threads: int = 0
@@ -25,6 +34,8 @@ class Role(msgspec.Struct, frozen=True):
         command: argv; "{run_dir}" and "{replica}" are replaced.
         purpose: the run is over when every "main" role has ended well; a "service" is stopped then, and
             one that ends before, even with exit code 0, has failed.
+        clean_env: start it with the variables of `SAFE_VARIABLES` and `env` only. For code that must not see the
+            secrets of the shell it was started from (environments).
         restart: whether a failure is repaired by starting it again, at most `max_restarts` times.
     """
 
@@ -32,6 +43,7 @@ class Role(msgspec.Struct, frozen=True):
     command: tuple[str, ...]
     replicas: int = 1
     env: dict[str, str] = {}
+    clean_env: bool = False
     resources: Resources = Resources()
     purpose: Purpose = "service"
     restart: Restart = "never"
@@ -45,3 +57,22 @@ class Plan(msgspec.Struct, frozen=True):
 
     def role(self, name: str) -> Role:
         return next(role for role in self.roles if role.name == name)
+
+
+class ProcessState(msgspec.Struct):
+    """One process as the launcher sees it. `code` is None while it runs; negative is a signal."""
+
+    role: str
+    replica: int
+    pid: int
+    state: Literal["running", "restarting", "ended"]
+    restarts: int = 0
+    code: int | None = None
+
+
+class LaunchState(msgspec.Struct):
+    """What a launcher shows while it works. `cause` is the one line that names a failure."""
+
+    phase: Literal["running", "stopping", "ended"]
+    processes: list[ProcessState]
+    cause: str = ""

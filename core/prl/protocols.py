@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -19,7 +19,7 @@ from prl.messages import (
     TrainReport,
     WeightsRef,
 )
-from prl.plan import Plan, Role
+from prl.plan import LaunchState, Plan, Role
 from prl.types import Credit, Episode, Message, Outcome, Reward, Rollout, RolloutHeader, Split, Task, Turn
 
 if TYPE_CHECKING:
@@ -200,8 +200,12 @@ class ChannelPlugin(Protocol):
 
 
 class Launcher(Protocol):
-    def run(self, plan: Plan, run_dir: RunDir) -> int:
-        """Execute the plan to its end and return the exit code of the run."""
+    def run(self, plan: Plan, run_dir: RunDir, on_tick: Callable[[LaunchState], None] | None = None) -> int:
+        """Execute the plan to its end and return the exit code of the run.
+
+        `on_tick` is called about four times a second from the thread that called `run`, and a last time with
+        phase "ended" before the launcher says on stderr why a run failed.
+        """
         ...
 
 

@@ -106,14 +106,14 @@ class SamplingTable(Table):
 
 
 class EnvTable(PluginTable):
-    name: str = ""
-    """How it is called in metrics; the plugin's name when empty. Must be unique."""
+    name: str = Field("", pattern=r"^[A-Za-z0-9_.-]*$")
+    """How it is called in metrics and log files; the plugin's name, or the class of a file, when empty. Must be unique."""
     weight: float = Field(1.0, gt=0)
     """Share of training tasks drawn from it."""
 
     @property
     def label(self) -> str:
-        return self.name or self.use
+        return self.name or self.use.rpartition(":")[2]
 
 
 class EngineTable(PluginTable):
