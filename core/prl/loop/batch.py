@@ -1,0 +1,125 @@
+"""The batch loop.
+
+Consumes: `ready` groups. Waits for: enough of them, and for stragglers that going on would make too stale. Unblocked by: the
+score loop, and the train loop taking a batch (one may wait in front of the trainer). Produces: `formed` batches.
+
+This is where the guarantee is kept: a sample older than `max_staleness` never passes `_sweep`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from prl.errors import RunFailed
+from prl.loop.groups import Group, Sample
+from prl.loop.schedule import select
+from prl.loop.state import Batch, LoopState
+from prl.messages import TrainBatch, TrainSample
+from prl.packing import pack
+from prl.rows import denominators
+
+
+class Batcher:
+    def __init__(self, state: LoopState) -> None:
+        self._state = state
+
+    async def run(self) -> None:
+        state = self._state
+        while not state.done:
+            if state.stopping or state.batches >= state.steps:
+                blocker = ("train", "every batch is formed")
+            elif state.formed:
+                blocker = ("train", f"batch {state.batches} is formed and not yet taken")
+            else:
+                formed, blocker = self._form(state.batches + 1)
+                if formed:
+                    continue
+            with state.waits.on("batch", *blocker):
+                await state.signal.wait()
+
+    def _form(self, step: int) -> tuple[bool, tuple[str, str]]:
+        """Form batch `step` if it can be formed now; otherwise say what is missing."""
+        state = self._state
+        loop = state.config.loop
+        self._sweep(step)
+        running = [*state.in_flight.values(), *state.finished]
+        chosen, stragglers = select(state.ready.values(), running, step, loop.groups_per_step)
+        if stragglers and loop.straggler == "drop":
+            self._drop_stragglers(stragglers)
+            return True, ("", "")
+        if stragglers:
+            names = ", ".join(map(str, stragglers[:4]))
+            return False, ("generate", f"step {step} waits for {len(stragglers)} straggling groups ({names}): "
+                                       "without it they would become too stale")
+        if not chosen:
+            return False, ("score", f"{len(state.ready)} of {loop.groups_per_step} groups for step {step} are ready")
+        groups = [state.ready.pop(group_id) for group_id in chosen]
+        samples = [sample for group in groups for sample in group.samples or ()]
+        if not samples:
+            self._skip(groups)
+        else:
+            state.empty_batches = 0
+            state.batches = step
+            state.formed.append(self._build(step, groups, samples))
+        state.progress = asyncio.get_running_loop().time()
+        state.signal.notify()
+        return True, ("", "")
+
+    def _sweep(self, step: int) -> None:
+        """Drop what step `step` may not train any more. Rare: admission and selection are there to prevent it."""
+        state = self._state
+        for group in [g for g in state.ready.values() if g.deadline < step]:
+            del state.ready[group.id]
+            state.discard(group, "stale", redraw=True)
+
+    def _drop_stragglers(self, group_ids: Sequence[int]) -> None:
+        """Give up groups that are still running: their episodes are cancelled and their tasks drawn again."""
+        state = self._state
+        for group_id in group_ids:
+            state.cancel(group_id)
+            group = state.in_flight.pop(group_id, None)
+            if group is not None:
+                running = group.size - len(group.outcomes) - len(group.failures)
+                state.ledger.drop("stale", running)
+                state.discard(group, "stale", redraw=True)
+
+    def _skip(self, groups: Sequence[Group]) -> None:
+        """A batch in which every reward equals its group's: there is nothing to train, and it is no step.
+
+        Raises:
+            RunFailed: it happened `loop.max_empty_batches` times in a row.
+        """
+        state = self._state
+        for group in groups:
+            state.discard(group, "no_signal", redraw=False)
+        state.empty_batches += 1
+        limit = state.config.loop.max_empty_batches
+        if state.empty_batches >= limit:
+            raise RunFailed(
+                f"no sample of {limit} batches in a row carried any signal (limit loop.max_empty_batches = {limit}): within "
+                "every group all rewards were equal. The tasks are too hard or too easy for this model, or the reward "
+                "function returns a constant"
+            )
+
+    def _build(self, step: int, groups: list[Group], samples: list[Sample]) -> Batch:
+        state = self._state
+        lengths = [sample.header.num_tokens for sample in samples]
+        ranks = pack(lengths, state.config.trainer.row_tokens, state.roles.trainer.dp_size)
+        whole = denominators((sample.header, sample.credit) for sample in samples)
+        messages = [
+            TrainBatch(
+                run_id=state.run_id,
+                incarnation=state.incarnation,
+                step=step,
+                version=step - 1,
+                rows=[[_train_sample(samples[index]) for index in row] for row in rows],
+                denominators=whole,
+            )
+            for rows in ranks
+        ]
+        return Batch(step, groups, samples, messages, sum(lengths))
+
+
+def _train_sample(sample: Sample) -> TrainSample:
+    return TrainSample(sample.header, sample.credit, sample.body)

@@ -1,0 +1,132 @@
+"""Evaluation: the sixth loop. It never starves the other five and never enters the ledger.
+
+Consumes: a schedule (every n steps), requests from the control socket. Waits for: a due step. Unblocked by: the train loop.
+Produces: `eval/...` metrics. With `max_staleness = 0` it runs between two steps instead, so that a run stays repeatable.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from prl import keys
+from prl.errors import EpisodeFailed, WireError
+from prl.loop.generate import stream
+from prl.loop.state import LoopState
+from prl.messages import EpisodeRequest
+from prl.types import Outcome, Sampling, Task
+
+FIRST_EPISODE_ID = 1 << 48
+"""Evaluation episodes are numbered from here, far from training's."""
+
+
+class Evaluator:
+    def __init__(self, state: LoopState) -> None:
+        self._state = state
+        self._tasks: dict[str, Sequence[Task]] = {}
+        self._next_id = FIRST_EPISODE_ID
+        self._due: list[int] = []
+        self.first: float | None = None
+        self.last: float | None = None
+
+    def on_step(self, step: int) -> None:
+        """Note that a step is done; evaluate if it is one of the scheduled ones and not the last."""
+        table = self._state.config.eval
+        if table.every and step % table.every == 0 and step < self._state.steps and not self._synchronous:
+            self._due.append(step)
+
+    def due_before_generation(self, version: int) -> bool:
+        table = self._state.config.eval
+        scheduled = bool(table.every) and 0 < version < self._state.steps and version % table.every == 0
+        return self._synchronous and scheduled and table.tasks > 0
+
+    async def run(self) -> None:
+        state = self._state
+        while not state.done:
+            if self._due or state.evaluate_requested:
+                self._due.clear()
+                state.evaluate_requested = False
+                await self.evaluate(state.version)
+            else:
+                with state.waits.on("evaluate", "train", "no evaluation is due"):
+                    await state.signal.wait()
+
+    async def evaluate(self, step: int) -> None:
+        """Run every held-out task once and report the means. Past `eval.timeout_s` it reports what it has."""
+        state = self._state
+        table = state.config.eval
+        if not table.tasks:
+            return
+        started = asyncio.get_running_loop().time()
+        values: dict[str, float] = {}
+        with state.waits.on("evaluate", "engine", f"evaluation after step {step}", table.timeout_s):
+            for env in state.config.envs:
+                values.update(await self._evaluate_env(env.label))
+        values["eval/seconds"] = asyncio.get_running_loop().time() - started
+        scores = [values[f"eval/{env.label}/{table.metric}"] for env in state.config.envs
+                  if f"eval/{env.label}/{table.metric}" in values]
+        if scores:
+            self.last = sum(scores) / len(scores)
+            self.first = self.last if self.first is None else self.first
+            values["eval/score"] = self.last
+        state.sink.metrics(step, values)
+        state.progress = asyncio.get_running_loop().time()
+
+    @property
+    def _synchronous(self) -> bool:
+        return self._state.config.loop.max_staleness == 0
+
+    async def _evaluate_env(self, label: str) -> dict[str, float]:
+        state = self._state
+        table = state.config.eval
+        if label not in self._tasks:
+            self._tasks[label] = await state.roles.runner.tasks(label, "eval", 0, table.tasks)
+        jobs = [
+            asyncio.create_task(self._episode(label, task, index, sample))
+            for index, task in enumerate(self._tasks[label])
+            for sample in range(table.samples)
+        ]
+        if not jobs:
+            return {}
+        done, late = await asyncio.wait(jobs, timeout=table.timeout_s)
+        for job in late:
+            job.cancel()
+        outcomes = [outcome for job in done if (outcome := job.result()) is not None]
+        values = _means(label, outcomes)
+        values[f"eval/{label}/episodes"] = len(outcomes)
+        values[f"eval/{label}/failed"] = len(done) - len(outcomes)
+        if late:
+            values[f"eval/{label}/unfinished"] = len(late)
+            state.sink.event("evaluation_partial", env=label, finished=len(done), unfinished=len(late))
+        return values
+
+    async def _episode(self, env: str, task: Task, index: int, sample: int) -> Outcome | None:
+        state = self._state
+        episode_id = self._next_id
+        self._next_id += 1
+        request = EpisodeRequest(
+            episode_id=episode_id,
+            env=env,
+            task=task,
+            seed=stream(state.config.seed, "eval", index, sample),
+            sampling=Sampling(state.config.sampling.max_tokens, state.config.eval.temperature),
+            gateway=state.roles.gateway,
+            key=keys.mint(state.roles.token, episode_id),
+            deadline_s=state.config.loop.episode_timeout_s,
+            kind="eval",
+        )
+        try:
+            return await state.roles.runner.run(request)
+        except (EpisodeFailed, WireError):
+            return None
+
+
+def _means(label: str, outcomes: Sequence[Outcome]) -> dict[str, float]:
+    values: dict[str, list[float]] = {}
+    for outcome in outcomes:
+        for rollout in outcome.rollouts:
+            if rollout.reward is not None:
+                values.setdefault("reward", []).append(rollout.reward)
+        for name, value in outcome.metrics.items():
+            values.setdefault(name, []).append(value)
+    return {f"eval/{label}/{name}": sum(numbers) / len(numbers) for name, numbers in values.items()}

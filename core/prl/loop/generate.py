@@ -1,0 +1,150 @@
+"""The generate loop.
+
+Consumes: tasks. Waits for: room under the staleness bound (`LoopState.admissible`). Unblocked by: a batch being formed, new
+weights in the engines, a group that leaves. Produces: finished groups, in `finished`.
+
+Every episode is one asyncio task: it calls the environment worker and tries again when the failure was not its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+
+from prl import keys
+from prl.errors import EpisodeFailed, WireError
+from prl.loop.groups import Failure, Group
+from prl.loop.state import LoopState
+from prl.messages import EpisodeRequest
+from prl.types import Outcome, Sampling
+
+RETRY_DELAY_S = 0.2
+
+
+class Generator:
+    def __init__(self, state: LoopState) -> None:
+        self._state = state
+        self._error: BaseException | None = None
+        self._sampling = Sampling(
+            max_tokens=state.config.sampling.max_tokens, temperature=state.config.sampling.temperature
+        )
+
+    async def run(self) -> None:
+        """Admit groups until every batch has its groups."""
+        state = self._state
+        for group in list(state.in_flight.values()):
+            self._start(group)
+        while not state.done:
+            if self._error is not None:
+                raise self._error
+            if state.admissible > 0:
+                await self._admit()
+            else:
+                with state.waits.on("generate", *self._blocker()):
+                    await state.signal.wait()
+
+    def stop(self) -> None:
+        """Cancel the episodes in flight; they stay pending in the ledger, and in a checkpoint."""
+        for group_id in list(self._state.episodes):
+            self._state.cancel(group_id)
+
+    async def _admit(self) -> None:
+        state = self._state
+        env, task, redraws = await state.tasks.draw()
+        version = state.roles.fleet.version
+        size = state.config.loop.group_size
+        group = Group(state.next_group, env, task, size, version, state.deadline_of(version), redraws, {}, {})
+        state.next_group += 1
+        state.in_flight[group.id] = group
+        state.ledger.dispatch(size)
+        self._start(group)
+        await state.sink.ready()
+
+    def _start(self, group: Group) -> None:
+        for index in range(group.size):
+            if index not in group.outcomes and index not in group.failures:
+                self._state.episodes_in_flight += 1
+                task = asyncio.create_task(self._episode(group, index))
+                self._state.episodes.setdefault(group.id, set()).add(task)
+
+    async def _episode(self, group: Group, index: int) -> None:
+        state = self._state
+        try:
+            outcome = await self._attempts(group, index)
+            if isinstance(outcome, Outcome):
+                group.outcomes[index] = outcome
+                state.tokens_generated += sum(h.num_sampled for r in outcome.rollouts for h in r.samples)
+            else:
+                group.failures[index] = outcome
+                state.ledger.fail(outcome.reason)
+            state.count_result(isinstance(outcome, Failure))
+        except Exception as error:
+            self._error = self._error or error
+            state.signal.notify()
+            return
+        finally:
+            state.episodes_in_flight -= 1
+        state.progress = asyncio.get_running_loop().time()
+        if group.complete:
+            del state.in_flight[group.id], state.episodes[group.id]
+            state.finished.append(group)
+            state.signal.notify()
+
+    async def _attempts(self, group: Group, index: int) -> Outcome | Failure:
+        """Try an episode until it succeeds, fails by its own fault, or has used up its attempts."""
+        state = self._state
+        attempts = state.config.loop.max_attempts
+        failure = Failure("no_attempt")
+        for attempt in range(attempts):
+            try:
+                outcome = await state.roles.runner.run(self._request(group, index, attempt))
+                unscored = any(r.trainable and r.reward is None for r in outcome.rollouts)
+                return Failure("unscored", "a trainable rollout has no reward") if unscored else outcome
+            except EpisodeFailed as error:
+                failure = Failure(error.reason, str(error))
+                if not error.retryable:
+                    return failure
+            except WireError as error:
+                failure = Failure("worker_lost", str(error))
+            if attempt + 1 < attempts:
+                await asyncio.sleep(RETRY_DELAY_S * (attempt + 1))
+        return failure
+
+    def _request(self, group: Group, index: int, attempt: int) -> EpisodeRequest:
+        state = self._state
+        loop = state.config.loop
+        episode_id = (group.id * group.size + index) * loop.max_attempts + attempt
+        return EpisodeRequest(
+            episode_id=episode_id,
+            env=group.env,
+            task=group.task,
+            seed=stream(state.config.seed, "train", group.id, index, attempt),
+            sampling=self._sampling,
+            gateway=state.roles.gateway,
+            key=keys.mint(state.roles.token, episode_id),
+            deadline_s=loop.episode_timeout_s,
+            attempt=attempt,
+        )
+
+    def _blocker(self) -> tuple[str, str]:
+        state = self._state
+        if state.paused:
+            return "control", "the run is paused"
+        if state.admission_closed:
+            return "evaluate", "a synchronous evaluation is running"
+        if state.roles.fleet.version < state.batches:
+            owner = "publish" if state.roles.fleet.version < state.version else "train"
+        else:
+            owner = "batch"
+        return owner, (
+            f"{state.outstanding} groups outstanding, {state.batches} batches formed, engines at version "
+            f"{state.roles.fleet.version}: no room within max_staleness = {state.config.loop.max_staleness}"
+        )
+
+
+def stream(seed: int, *parts: object) -> int:
+    """A 63-bit seed of its own for every (run seed, what for): stable across processes, unlike `hash`."""
+    text = "/".join(map(str, (seed, *parts)))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+

@@ -1,0 +1,72 @@
+"""The publish loop.
+
+Consumes: `refs`, one per trained version. Waits for: one, and for the engines to install it. Unblocked by: the train loop.
+Produces: engines at a newer version, which is what admission waits for.
+
+Only the newest version is installed; older ones that came meanwhile are released without having been installed, so a
+slow engine never holds up the trainer. A version is released, and may be deleted, after every engine holds a newer one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from prl.errors import RunFailed, WeightsError
+from prl.loop.evaluate import Evaluator
+from prl.loop.state import LoopState
+from prl.messages import WeightsRef
+
+
+class Publisher:
+    def __init__(self, state: LoopState, evaluator: Evaluator) -> None:
+        self._state = state
+        self._evaluator = evaluator
+        self._installed: WeightsRef | None = None
+
+    async def run(self) -> None:
+        """Install until the last version is trained. The last one is installed too: the final evaluation needs it."""
+        state = self._state
+        while not (state.done and not state.refs):
+            if state.refs:
+                await self._install_newest()
+            else:
+                with state.waits.on("publish", "train", f"version {state.version + 1} is not trained yet"):
+                    await state.signal.wait()
+
+    async def first(self, ref: WeightsRef) -> None:
+        """Bring every engine to the version the run starts with, before anything is dispatched."""
+        self._state.refs.append(ref)
+        await self._install_newest()
+
+    async def _install_newest(self) -> None:
+        state = self._state
+        *skipped, ref = state.refs
+        state.refs.clear()
+        started = asyncio.get_running_loop().time()
+        evaluate = self._evaluator.due_before_generation(ref.version)
+        state.admission_closed = evaluate
+        timeout = state.config.loop.step_timeout_s
+        with state.waits.on("publish", "engine", f"installing version {ref.version}", timeout):
+            try:
+                async with asyncio.timeout(timeout):
+                    await state.roles.fleet.install(ref)
+            except TimeoutError:
+                raise RunFailed(
+                    f"installing version {ref.version} took longer than loop.step_timeout_s = {timeout:g} s",
+                    log="logs/engine-0.log",
+                ) from None
+            except WeightsError as error:
+                raise RunFailed(f"version {ref.version} was refused: {error}", log="logs/engine-0.log") from error
+        old = [other.version for other in skipped]
+        if self._installed is not None:
+            old.append(self._installed.version)
+        self._installed = ref
+        seconds = asyncio.get_running_loop().time() - started
+        state.sink.event("weights_installed", version=ref.version, seconds=round(seconds, 4), bytes=ref.num_bytes)
+        if old:
+            await state.roles.trainer.release(old)
+        state.progress = asyncio.get_running_loop().time()
+        if evaluate:
+            await self._evaluator.evaluate(ref.version)
+            state.admission_closed = False
+        state.signal.notify()

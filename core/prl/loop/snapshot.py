@@ -1,0 +1,87 @@
+"""The controller's part of a checkpoint: everything that makes a resumed run continue where this one stood.
+
+Finished work (ready groups, and batches formed but not trained) keeps its samples; groups in flight keep the members that are
+done, and the others start again. At `max_staleness = 0` nothing is outstanding between two steps, so a resumed run
+is the uninterrupted one bit for bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from prl.errors import StoreError
+from prl.loop.groups import Group
+from prl.loop.ledger import Ledger
+from prl.loop.state import LoopState
+from prl.loop.tasks import TaskSourceState
+from prl.types import SCHEMA_VERSION
+
+FILE = "state.msgpack"
+
+
+class Snapshot(msgspec.Struct):
+    schema: int
+    step: int
+    next_group: int
+    ready: list[Group]
+    in_flight: list[Group]
+    ledger: dict[str, Any]
+    tasks: TaskSourceState
+    algorithm: dict[str, Any]
+    counters: dict[str, float]
+    eval_first: float | None
+    eval_last: float | None
+
+
+COUNTERS = ("tokens_generated", "tokens_trained", "staleness_sum", "staleness_count", "staleness_max")
+
+
+def take(state: LoopState, eval_first: float | None, eval_last: float | None) -> bytes:
+    """Encode the state between two steps. Synchronous: nothing moves meanwhile."""
+    assert state.training is None, "a snapshot in the middle of a step"
+    formed = [group for batch in state.formed for group in batch.groups]
+    return msgspec.msgpack.encode(
+        Snapshot(
+            schema=SCHEMA_VERSION,
+            step=state.version,
+            next_group=state.next_group,
+            ready=[*formed, *state.ready.values()],
+            in_flight=[*state.finished, *state.in_flight.values()],
+            ledger=state.ledger.counts(),
+            tasks=state.tasks.state(),
+            algorithm=state.algorithm.state(),
+            counters={name: getattr(state, name) for name in COUNTERS},
+            eval_first=eval_first,
+            eval_last=eval_last,
+        )
+    )
+
+
+def restore(state: LoopState, data: bytes) -> Snapshot:
+    """Put a snapshot back into a fresh state.
+
+    Raises:
+        StoreError: it is not a snapshot, or a newer prl wrote it.
+    """
+    try:
+        snapshot = msgspec.msgpack.decode(data, type=Snapshot)
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise StoreError(f"the controller's part of the checkpoint cannot be read: {error}") from error
+    if snapshot.schema > SCHEMA_VERSION:
+        raise StoreError(f"the checkpoint has schema {snapshot.schema}, this prl knows {SCHEMA_VERSION}: upgrade prl")
+    state.version = state.batches = snapshot.step
+    state.next_group = snapshot.next_group
+    state.ready = {group.id: group for group in snapshot.ready}
+    for group in snapshot.in_flight:
+        if group.complete:
+            state.finished.append(group)
+        else:
+            state.in_flight[group.id] = group
+    state.ledger = Ledger.from_counts(snapshot.ledger)
+    state.tasks.load_state(snapshot.tasks)
+    state.algorithm.load_state(snapshot.algorithm)
+    for name, value in snapshot.counters.items():
+        setattr(state, name, type(getattr(state, name))(value))
+    return snapshot

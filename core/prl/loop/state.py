@@ -1,0 +1,172 @@
+"""What the five loops share. Each field has one writer, named beside it; everyone may read."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from prl.config.schema import RunConfig
+from prl.errors import RunFailed
+from prl.loop.groups import Group, Sample
+from prl.loop.ledger import Ledger
+from prl.loop.schedule import deadline, room
+from prl.loop.tasks import TaskSource
+from prl.loop.waits import Signal, Waits
+from prl.messages import TrainBatch, WeightsRef
+from prl.protocols import Algorithm, EngineFleet, EpisodeRunner, TrainerClient
+
+
+class Sink(Protocol):
+    """Where the loop reports. Calls return at once; `ready` is awaited by whoever would outrun the disk."""
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def event(self, kind: str, **data: object) -> None: ...
+
+    def group(self, group: Group, step: int | None, fate: str) -> None:
+        """A group left the loop: trained at `step`, or dropped or failed for the reason `fate`."""
+        ...
+
+    def seal(self, step: int) -> None: ...
+
+    async def ready(self) -> None: ...
+
+
+@dataclass
+class Roles:
+    """The other processes as the loop sees them; fakes in tests, the wire in a run."""
+
+    runner: EpisodeRunner
+    trainer: TrainerClient
+    fleet: EngineFleet
+    gateway: str = ""
+    token: str = ""
+
+
+@dataclass
+class Batch:
+    """A formed batch: one `TrainBatch` per data-parallel rank, and the groups it was made of."""
+
+    step: int
+    groups: list[Group]
+    samples: list[Sample]
+    messages: list[TrainBatch]
+    num_tokens: int
+
+
+@dataclass
+class LoopState:
+    """The shared state of one run's loops."""
+
+    config: RunConfig
+    roles: Roles
+    algorithm: Algorithm
+    tasks: TaskSource
+    sink: Sink
+    run_id: str
+    incarnation: int = 0
+
+    ledger: Ledger = field(default_factory=Ledger)
+    signal: Signal = field(default_factory=Signal)
+    waits: Waits = field(default_factory=Waits)
+
+    next_group: int = 0  # generate
+    in_flight: dict[int, Group] = field(default_factory=dict)  # generate; batch gives up stragglers
+    episodes: dict[int, set[asyncio.Task[None]]] = field(default_factory=dict)  # generate: by group in flight
+    finished: deque[Group] = field(default_factory=deque)  # generate adds, score removes
+    ready: dict[int, Group] = field(default_factory=dict)  # score adds, batch removes
+    formed: deque[Batch] = field(default_factory=deque)  # batch adds, train removes
+    refs: deque[WeightsRef] = field(default_factory=deque)  # train adds, publish removes
+
+    batches: int = 0  # batch: batches formed so far; batch b trains version b-1 into b
+    version: int = 0  # train: the trainer's policy version = steps done
+    training: Batch | None = None  # train
+    empty_batches: int = 0  # batch: in a row
+    admission_closed: bool = False  # publish, while a synchronous evaluation runs
+    paused: bool = False  # control
+    stopping: bool = False  # control: finish the step in progress, save, end
+    checkpoint_requested: bool = False  # control sets, train clears
+    evaluate_requested: bool = False  # control sets, evaluate clears
+    episodes_in_flight: int = 0  # generate
+    recent: deque[bool] = field(default_factory=deque)  # generate: whether recent episodes failed
+    progress: float = 0.0  # whoever moved something: loop time
+
+    tokens_generated: int = 0
+    tokens_trained: int = 0
+    staleness_sum: float = 0.0
+    staleness_count: int = 0
+    staleness_max: int = 0
+
+    @property
+    def steps(self) -> int:
+        return self.config.loop.steps
+
+    @property
+    def done(self) -> bool:
+        """Every step is trained, or a stop was asked for and the step in progress is over."""
+        return self.version >= self.steps or (self.stopping and self.training is None)
+
+    @property
+    def outstanding(self) -> int:
+        """Groups admitted and not yet part of a batch."""
+        return len(self.in_flight) + len(self.finished) + len(self.ready)
+
+    @property
+    def admissible(self) -> int:
+        """How many groups may be admitted now."""
+        loop = self.config.loop
+        if self.paused or self.stopping or self.admission_closed:
+            return 0
+        free = room(
+            self.outstanding,
+            self.batches,
+            self.steps,
+            self.roles.fleet.version,
+            loop.groups_per_step,
+            loop.max_staleness,
+        )
+        if loop.max_concurrency:
+            spare = (loop.max_concurrency - self.episodes_in_flight) // loop.group_size
+            # One group always fits, or a limit below the group size would stop everything.
+            free = min(free, max(spare, 0 if self.episodes_in_flight else 1))
+        return free
+
+    def deadline_of(self, version: int) -> int:
+        return deadline(version, self.config.loop.max_staleness)
+
+    def cancel(self, group_id: int) -> None:
+        """Stop the episodes of a group in flight; what becomes of them in the ledger is the caller's to say."""
+        for task in self.episodes.pop(group_id, ()):
+            task.cancel()
+
+    def discard(self, group: Group, reason: str, *, redraw: bool) -> None:
+        """A scored or finished group leaves without being trained: its good episodes are dropped for `reason`."""
+        self.ledger.drop(reason, len(group.outcomes))
+        self.sink.group(group, None, reason)
+        if redraw and group.redraws < self.config.loop.max_redraws:
+            self.tasks.put_back(group.env, group.task, group.redraws + 1)
+        self.signal.notify()
+
+    def count_result(self, failed: bool) -> None:
+        """Watch the share of failures over the last `failure_window` episodes.
+
+        Raises:
+            RunFailed: it is past `loop.max_failure_share`.
+        """
+        loop = self.config.loop
+        self.recent.append(failed)
+        if len(self.recent) > loop.failure_window:
+            self.recent.popleft()
+        if not failed or len(self.recent) < loop.failure_window:
+            return
+        share = sum(self.recent) / len(self.recent)
+        if share > loop.max_failure_share:
+            worst = ", ".join(f"{reason} {count}" for reason, count in self.ledger.failed.most_common(3))
+            raise RunFailed(
+                f"{share:.0%} of the last {len(self.recent)} episodes failed (limit loop.max_failure_share = "
+                f"{loop.max_failure_share:.0%}); failures so far: {worst}. The logs of the environment workers and of the "
+                "gateway show why"
+            )

@@ -1,0 +1,111 @@
+"""The supervisor: brings the engines to the first version, runs the five loops and evaluation, and ends them together.
+
+Shutdown is a protocol: the train loop ends first (all steps, or a stop), which makes `LoopState.done` true; every other
+loop sees that and returns; episodes still in flight are cancelled and stay pending in the ledger. A loop that raises ends the
+run with its error; one that returns while the run is not done is a bug, and an error too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+from prl.errors import RunFailed
+from prl.loop import snapshot
+from prl.loop.batch import Batcher
+from prl.loop.evaluate import Evaluator
+from prl.loop.generate import Generator
+from prl.loop.publish import Publisher
+from prl.loop.score import Scorer
+from prl.loop.state import LoopState
+from prl.loop.train import Trainer
+
+log = logging.getLogger(__name__)
+
+Save = Callable[[int, bytes], Awaitable[None]]
+"""save(step, controller state): both parts of a checkpoint, the manifest last."""
+
+
+class Loop:
+    """One run's loops over one `LoopState`. `run` may be awaited once."""
+
+    def __init__(self, state: LoopState, save: Save, *, eval_first: float | None = None, eval_last: float | None = None):
+        self.state = state
+        self._save = save
+        self.evaluator = Evaluator(state)
+        self.evaluator.first, self.evaluator.last = eval_first, eval_last
+        self.generator = Generator(state)
+        self.publisher = Publisher(state, self.evaluator)
+        self._trainer = Trainer(state, self.checkpoint, self.evaluator.on_step)
+
+    async def run(self) -> None:
+        """Run to the last step or to a stop.
+
+        Raises:
+            RunFailed: with the cause. Other exceptions are bugs.
+        """
+        state = self.state
+        table = state.config.eval
+        state.progress = asyncio.get_running_loop().time()
+        await self._check_splits()
+        await self.publisher.first(await state.roles.trainer.publish(state.version))
+        if table.at_start and self.evaluator.first is None:
+            await self.evaluator.evaluate(state.version)
+        await self._run_loops()
+        if table.at_end and not state.stopping and state.steps:
+            await self.evaluator.evaluate(state.version)
+        if state.config.checkpoint.at_end or state.stopping:
+            await self.checkpoint(state.version)
+
+    async def checkpoint(self, step: int) -> None:
+        await self._save(step, snapshot.take(self.state, self.evaluator.first, self.evaluator.last))
+
+    async def _check_splits(self) -> None:
+        """Fail before the first step, not in the middle, when an environment has nothing to give."""
+        state = self.state
+        for env in state.config.envs:
+            if state.steps and not await state.roles.runner.tasks(env.label, "train", 0, 1):
+                raise RunFailed(f"environment {env.label!r} has no training task")
+
+    async def _run_loops(self) -> None:
+        state = self.state
+        loops: dict[str, Coroutine[Any, Any, None]] = {
+            "generate": self.generator.run(),
+            "score": Scorer(state).run(),
+            "batch": Batcher(state).run(),
+            "train": self._trainer.run(),
+            "publish": self.publisher.run(),
+            "evaluate": self.evaluator.run(),
+        }
+        tasks = {asyncio.create_task(coroutine, name=name) for name, coroutine in loops.items()}
+        watchdog = asyncio.create_task(self._watch())
+        try:
+            while tasks:
+                done, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+                    if not state.done:
+                        raise RunFailed(f"the {task.get_name()} loop ended while the run was not done: a bug in prl")
+                state.signal.notify()
+        finally:
+            watchdog.cancel()
+            self.generator.stop()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, watchdog, return_exceptions=True)
+
+    async def _watch(self) -> None:
+        """Say who waits for whom when nothing has moved for `loop.stuck_after_s`."""
+        state = self.state
+        limit = state.config.loop.stuck_after_s
+        reported = 0.0
+        while True:
+            await asyncio.sleep(limit / 4)
+            idle = asyncio.get_running_loop().time() - state.progress
+            if idle > limit and state.progress != reported and not state.paused:
+                reported = state.progress
+                lines = state.waits.describe()
+                state.sink.event("stuck", seconds=round(idle, 1), waits=lines)
+                log.warning("nothing has moved for %.0f s:\n  %s", idle, "\n  ".join(lines))

@@ -1,0 +1,168 @@
+"""The train loop.
+
+Consumes: `formed` batches. Waits for: one, and for the trainer. Unblocked by: the batch loop, and the trainer's report.
+Produces: policy versions, and references to their weights in `refs`. At a checkpoint it takes the snapshot between two steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TypeVar
+
+from prl.errors import RunFailed, WireError
+from prl.loop.groups import Group
+from prl.loop.state import Batch, LoopState
+from prl.messages import TrainReport
+
+T = TypeVar("T")
+
+
+class Trainer:
+    """`checkpoint(step)` saves the run; `on_step(step)` runs after every step (evaluation schedule)."""
+
+    def __init__(
+        self,
+        state: LoopState,
+        checkpoint: Callable[[int], Awaitable[None]],
+        on_step: Callable[[int], None],
+    ) -> None:
+        self._state = state
+        self._checkpoint = checkpoint
+        self._on_step = on_step
+        self._last = 0.0
+
+    async def run(self) -> None:
+        state = self._state
+        self._last = asyncio.get_running_loop().time()
+        while state.version < state.steps and not state.stopping:
+            if state.checkpoint_requested:
+                state.checkpoint_requested = False
+                await self._checkpoint(state.version)
+            elif state.formed and not state.paused:
+                await self._step(state.formed.popleft())
+            else:
+                owner, reason = ("control", "the run is paused") if state.paused else ("batch", "no batch is formed")
+                with state.waits.on("train", owner, reason):
+                    await state.signal.wait()
+        state.signal.notify()
+
+    async def _step(self, batch: Batch) -> None:
+        state = self._state
+        self._check(batch)
+        state.training = batch
+        state.signal.notify()
+        loop = asyncio.get_running_loop()
+        timeout = state.config.loop.step_timeout_s
+        started = loop.time()
+        with state.waits.on("train", "trainer", f"step {batch.step}", timeout):
+            report = await self._within(state.roles.trainer.train(batch.messages), timeout, f"training step {batch.step}")
+            trained = loop.time()
+            ref = await self._within(state.roles.trainer.publish(batch.step), timeout, f"publishing {batch.step}")
+        if report.step != batch.step or report.incarnation != state.incarnation:
+            raise RunFailed(f"the trainer reported step {report.step} of incarnation {report.incarnation}, not {batch.step}")
+        state.version = batch.step
+        state.training = None
+        self._settle(batch, report, started, trained)
+        if self._checkpoint_due():
+            state.checkpoint_requested = False
+            await self._checkpoint(state.version)
+        state.refs.append(ref)
+        state.progress = loop.time()
+        self._on_step(batch.step)
+        state.signal.notify()
+        await state.sink.ready()
+
+    def _check(self, batch: Batch) -> None:
+        """The guarantee, once more, on what is really sent."""
+        state = self._state
+        oldest = min((s.header.min_version for s in batch.samples if s.header.runs), default=batch.step - 1)
+        staleness = batch.step - 1 - oldest
+        assert staleness <= state.config.loop.max_staleness, f"a sample of staleness {staleness} in batch {batch.step}"
+        assert batch.step == state.version + 1, f"batch {batch.step} after version {state.version}"
+
+    async def _within(self, call: Awaitable[T], timeout: float, what: str) -> T:
+        """Wait for the trainer, but not for ever.
+
+        Raises:
+            RunFailed: it is gone, failed, or took longer than `loop.step_timeout_s`.
+        """
+        try:
+            async with asyncio.timeout(timeout):
+                return await call
+        except TimeoutError:
+            raise RunFailed(
+                f"{what} took longer than loop.step_timeout_s = {timeout:g} s", log="logs/trainer-0.log"
+            ) from None
+        except WireError as error:
+            raise RunFailed(f"{what}: {error}", log="logs/trainer-0.log") from error
+
+    def _checkpoint_due(self) -> bool:
+        state = self._state
+        every = state.config.checkpoint.every
+        scheduled = every > 0 and state.version % every == 0 and state.version < state.steps
+        return scheduled or state.checkpoint_requested
+
+    def _settle(self, batch: Batch, report: TrainReport, started: float, trained: float) -> None:
+        """Book a finished step: ledger, counters, metrics, rollouts."""
+        state = self._state
+        live = {sample.episode_id for sample in batch.samples}
+        for group in batch.groups:
+            used = sum(outcome.episode_id in live for outcome in group.outcomes.values())
+            state.ledger.train(used)
+            state.ledger.drop("no_signal", len(group.outcomes) - used)
+            state.sink.group(group, batch.step, "trained")
+        staleness = [batch.step - 1 - s.header.min_version for s in batch.samples if s.header.runs]
+        state.tokens_trained += batch.num_tokens
+        state.staleness_sum += sum(staleness)
+        state.staleness_count += len(staleness)
+        state.staleness_max = max(state.staleness_max, max(staleness, default=0))
+        now = asyncio.get_running_loop().time()
+        values = dict(report.metrics)
+        values.update(group_metrics(batch.groups))
+        values.update(
+            {
+                "time/step": now - self._last,
+                "time/train": trained - started,
+                "time/publish": now - trained,
+                "time/wait_for_batch": started - self._last,
+                "staleness/mean": sum(staleness) / max(1, len(staleness)),
+                "staleness/max": max(staleness, default=0),
+                "batch/samples": len(batch.samples),
+                "batch/tokens": batch.num_tokens,
+                "loop/in_flight": len(state.in_flight),
+                "loop/ready": len(state.ready),
+                "loop/engine_version": state.roles.fleet.version,
+            }
+        )
+        values.update({f"ledger/{key}": _total(value) for key, value in state.ledger.counts().items()})
+        self._last = now
+        state.sink.metrics(batch.step, values)
+        state.sink.seal(batch.step)
+
+
+def _total(count: int | Mapping[str, int]) -> int:
+    return count if isinstance(count, int) else sum(count.values())
+
+
+def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Means over the episodes of a batch: reward, length, truncation, and whatever the environments measured."""
+    sums: dict[str, tuple[float, int]] = {}
+
+    def add(name: str, value: float) -> None:
+        total, count = sums.get(name, (0.0, 0))
+        sums[name] = (total + value, count + 1)
+
+    for group in groups:
+        for outcome in group.outcomes.values():
+            for rollout in outcome.rollouts:
+                if rollout.reward is not None:
+                    add("reward/mean", rollout.reward)
+                    add(f"reward/{group.env}", rollout.reward)
+                add("rollout/sampled_tokens", sum(header.num_sampled for header in rollout.samples))
+                add("rollout/turns", rollout.num_turns)
+                add("rollout/truncated", float(rollout.truncated))
+            add("rollout/forks", outcome.forks)
+            for name, value in outcome.metrics.items():
+                add(f"env/{group.env}/{name}", value)
+    return {name: total / count for name, (total, count) in sums.items()}

@@ -1,0 +1,74 @@
+"""Every wait has an owner, a reason and, where there is one, a deadline. `prl why-stuck RUN` prints them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+
+import msgspec
+
+
+class Wait(msgspec.Struct, frozen=True):
+    """`waiter` waits for `owner`, because of `reason`, since `since` (loop time, seconds), at most until `deadline`."""
+
+    waiter: str
+    owner: str
+    reason: str
+    since: float
+    deadline: float | None = None
+
+
+class Waits:
+    """The waits in progress."""
+
+    def __init__(self) -> None:
+        self._active: dict[str, Wait] = {}
+
+    @contextlib.contextmanager
+    def on(self, waiter: str, owner: str, reason: str, timeout: float | None = None) -> Iterator[None]:
+        """Register a wait for the duration of a block. One waiter waits for one thing at a time."""
+        now = asyncio.get_running_loop().time()
+        self._active[waiter] = Wait(waiter, owner, reason, now, None if timeout is None else now + timeout)
+        try:
+            yield
+        finally:
+            self._active.pop(waiter, None)
+
+    def current(self) -> list[Wait]:
+        return sorted(self._active.values(), key=lambda wait: wait.since)
+
+    def of(self, waiter: str) -> Wait | None:
+        return self._active.get(waiter)
+
+    def describe(self) -> list[str]:
+        """One line per wait, the oldest first."""
+        now = asyncio.get_running_loop().time()
+        lines = []
+        for wait in self.current():
+            limit = "" if wait.deadline is None else f", at most {max(0.0, wait.deadline - now):.0f} s more"
+            lines.append(f"{wait.waiter} waits for {wait.owner}: {wait.reason} (for {now - wait.since:.1f} s{limit})")
+        return lines
+
+
+class Signal:
+    """Wakes everyone who waits for a change of the shared state; each then looks again for itself."""
+
+    def __init__(self) -> None:
+        self._waiters: set[asyncio.Future[None]] = set()
+        self.changes = 0
+
+    def notify(self) -> None:
+        self.changes += 1
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        self._waiters.clear()
+
+    async def wait(self) -> None:
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.add(waiter)
+        try:
+            await waiter
+        finally:
+            self._waiters.discard(waiter)
