@@ -3,7 +3,11 @@
 PrlError
 ├── UsageError            what the user asked for is wrong            exit code 2
 │   ├── ConfigError       a configuration, with every problem at once
-│   └── PluginError       a plugin is missing, broken, or ambiguous
+│   └── PluginError       a plugin cannot be used, because it is
+│       ├── PluginMissing     not installed
+│       ├── PluginConflict    claimed by two distributions
+│       ├── PluginBroken      impossible to import, or not what it should be
+│       └── PluginApiMismatch written for another version of the plugin interface
 ├── EnvironmentNotFit     this machine cannot do it (doctor explains) exit code 3
 ├── RunFailed             the run started and could not go on         exit code 1
 ├── Preempted             stopped by its host; resuming continues it  exit code 75
@@ -37,7 +41,23 @@ class ConfigError(UsageError):
 
 
 class PluginError(UsageError):
-    """A plugin is missing, could not be imported, or is claimed by two distributions."""
+    """A plugin cannot be used. Raised where it is asked for, never because it is merely installed."""
+
+
+class PluginMissing(PluginError):
+    """Nothing installed provides a plugin of this name."""
+
+
+class PluginConflict(PluginError):
+    """Two distributions provide a plugin of one kind under one name."""
+
+
+class PluginBroken(PluginError):
+    """A plugin's declaration or factory cannot be imported, or is not what its kind asks for."""
+
+
+class PluginApiMismatch(PluginError):
+    """A plugin was written for another version of the plugin interface."""
 
 
 class EnvironmentNotFit(PrlError):

@@ -52,9 +52,7 @@ class InjectedFault(PrlError):
 
 class _Active:
     def __init__(self, plan: Sequence[Fault], role: str, replica: int, seed: int) -> None:
-        self.faults = [
-            f for f in plan if f.role in ("*", role) and f.replica in (-1, replica)
-        ]
+        self.faults = [f for f in plan if f.role in ("*", role) and f.replica in (-1, replica)]
         self.counts = [0] * len(self.faults)
         self.random = random.Random(f"{seed}/{role}/{replica}")
 

@@ -281,7 +281,7 @@ class GenerateRequest(msgspec.Struct):
 
 
 class Generation(msgspec.Struct):
-    """Sampled tokens with, for each, its log-probability at the sampling temperature and the version that sampled it."""
+    """Sampled tokens, each with its log-probability at the sampling temperature and the version that sampled it."""
 
     token_ids: list[int]
     logprobs: list[float]

@@ -185,7 +185,7 @@ class RolloutHeader(msgspec.Struct, frozen=True):
 
 
 class SampleBody(msgspec.Struct, array_like=True, frozen=True):
-    """The tokens of one sample as little-endian bytes: `token_ids` i32, `sampled` u8, `logprobs` f32, `versions` i32."""
+    """The tokens of one sample, little-endian: `token_ids` i32, `sampled` u8, `logprobs` f32, `versions` i32."""
 
     token_ids: bytes
     sampled: bytes
@@ -236,7 +236,9 @@ class Credit(msgspec.Struct, array_like=True, frozen=True):
     ref_kl: Runs = ()
 
 
-def as_messages(messages: str | Message | Sequence[Message | Mapping[str, Any]], role: str = "user") -> tuple[Message, ...]:
+def as_messages(
+    messages: str | Message | Sequence[Message | Mapping[str, Any]], role: str = "user"
+) -> tuple[Message, ...]:
     """Accept what an environment author would write: a text, a message, or a list of messages or dicts."""
     if isinstance(messages, str):
         return (Message(role, messages),)

@@ -40,7 +40,7 @@ class PluginTable(BaseModel):
         """
         from prl import registry
 
-        return registry.describe(kind, self.use).config.model_validate(self.own)
+        return registry.plugin_config(kind, self.use, self.own)
 
     def build(self, kind: str) -> Any:
         """Import the plugin's factory and call it with its validated table."""
@@ -66,7 +66,7 @@ class LoopTable(Table):
     group_size: int = Field(8, ge=1)
     """Episodes of every task; their rewards are compared with one another."""
     max_staleness: int = Field(4, ge=0)
-    """K: no token older than K versions is ever trained. 0 is the synchronous algorithm, repeatable bit for bit on CPU."""
+    """K: no token older than K versions is ever trained. 0 is the synchronous algorithm, exactly repeatable on CPU."""
     straggler: Literal["wait", "drop"] = "wait"
     """A group that would become too stale while others overtake it: hold the batch for it, or drop and redraw it."""
     max_redraws: int = Field(2, ge=0)
