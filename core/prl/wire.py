@@ -228,6 +228,7 @@ class _Endpoint:
         method, handler = entry
         try:
             result = handler(peer, method.decode_request.decode(payload))
+            reply = b"" if isinstance(result, Awaitable) else _encode(result)
         except Exception as error:
             self._answer_error(peer, head, error)
             return
@@ -236,16 +237,16 @@ class _Endpoint:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         elif head.kind == CALL:
-            self.send(peer, REPLY, head.id, head.method, _encode(result))
+            self.send(peer, REPLY, head.id, head.method, reply)
 
     async def _finish(self, peer: Peer, head: Head, result: Awaitable[Any]) -> None:
         try:
-            reply = await result
+            payload = _encode(await result)
         except Exception as error:
             self._answer_error(peer, head, error)
             return
         if head.kind == CALL and not self._closed:
-            self.send(peer, REPLY, head.id, head.method, _encode(reply))
+            self.send(peer, REPLY, head.id, head.method, payload)
 
     def _answer_error(self, peer: Peer, head: Head, error: Exception) -> None:
         if not isinstance(error, PrlError):

@@ -1,0 +1,51 @@
+"""From a configuration to a `Plan`: which processes a run consists of. Every launcher executes or renders the same one."""
+
+from __future__ import annotations
+
+import sys
+
+from prl.config.schema import RunConfig
+from prl.errors import PluginError
+from prl.plan import Plan, Role
+from prl.rundir import RunDir
+
+CONTROLLER = "controller"
+
+
+def env_role(label: str) -> str:
+    """The role's name of an environment's workers."""
+    return f"env-{label}"
+
+
+def build_plan(config: RunConfig, run_dir: RunDir) -> Plan:
+    """The roles of a run, in the order in which they are started: the slow ones first.
+
+    Raises:
+        PluginError: the engine's or the trainer's plugin is missing, or gave no `Role`.
+    """
+    roles = (
+        Role(CONTROLLER, _python("prl.controller", "{run_dir}"), purpose="main"),
+        _plugin_role("engines", config.engine.use, config.engine.build("engines").role(config)),
+        _plugin_role("trainers", config.trainer.use, config.trainer.build("trainers").role(config)),
+        Role("gateway", _python("prl_gateway", "{run_dir}", "{replica}")),
+        *(
+            Role(
+                env_role(env.label),
+                _python("prl.envworker", "{run_dir}", env.label, "{replica}"),
+                clean_env=True,
+                restart="on_failure",
+            )
+            for env in config.envs
+        ),
+    )
+    return Plan(run_id=run_dir.name, run_dir=str(run_dir.path.absolute()), roles=roles)
+
+
+def _python(module: str, *arguments: str) -> tuple[str, ...]:
+    return (sys.executable, "-m", module, *arguments)
+
+
+def _plugin_role(kind: str, use: str, role: object) -> Role:
+    if not isinstance(role, Role):
+        raise PluginError(f"prl.{kind} plugin {use!r}: role(config) returned {type(role).__name__}, not a prl.plan.Role")
+    return role
