@@ -85,6 +85,19 @@ def load(kind: str, reference: str, base: Path | None = None) -> Contribution:
     Raises:
         PluginMissing: no such file, or no such name in it. PluginBroken: it cannot be imported.
     """
+    found = named(reference, base)
+    if isinstance(found, Contribution):
+        return found
+    path, name = _split(reference, base)
+    return _declare(found, f"{_module_name(path)}:{name}", reference)
+
+
+def named(reference: str, base: Path | None = None) -> Any:
+    """What the name in the file stands for: something that can be called, or a Contribution.
+
+    Raises:
+        PluginMissing: no such file, or no such name in it. PluginBroken: it cannot be imported.
+    """
     path, name = _split(reference, base)
     if not path.is_file():
         raise PluginMissing(f"{reference}: there is no file {path}")
@@ -93,13 +106,11 @@ def load(kind: str, reference: str, base: Path | None = None) -> Contribution:
         public = ", ".join(sorted(key for key in vars(module) if not key.startswith("_"))) or "nothing"
         raise PluginMissing(f"{reference}: {path.name} defines no {name}; it defines {public}")
     found = getattr(module, name)
-    if isinstance(found, Contribution):
-        return found
-    if not callable(found):
+    if not callable(found) and not isinstance(found, Contribution):
         raise PluginBroken(
             f"{reference}: {name} is a {type(found).__name__}; a class, a function or a Contribution is needed"
         )
-    return _declare(found, f"{module.__name__}:{name}", reference)
+    return found
 
 
 def _split(reference: str, base: Path | None) -> tuple[Path, str]:
@@ -112,7 +123,7 @@ def _split(reference: str, base: Path | None) -> tuple[Path, str]:
 
 def _import(path: Path, reference: str) -> Any:
     """Import once per process. The file's folder goes to the end of sys.path: it may import its neighbours."""
-    name = f"prl_file_{re.sub(r'[^0-9a-zA-Z_]', '_', path.stem)}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    name = _module_name(path)
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
@@ -128,6 +139,10 @@ def _import(path: Path, reference: str) -> Any:
         del sys.modules[name]
         raise PluginBroken(f"{reference} cannot be imported: {type(error).__name__}: {error}") from error
     return module
+
+
+def _module_name(path: Path) -> str:
+    return f"prl_file_{re.sub(r'[^0-9a-zA-Z_]', '_', path.stem)}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
 
 
 def _declare(target: Callable[..., Any], factory: str, reference: str) -> FileContribution:

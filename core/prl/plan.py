@@ -10,9 +10,39 @@ Restart = Literal["never", "on_failure"]
 Purpose = Literal["main", "service"]
 
 SAFE_VARIABLES = frozenset(
-    "PATH HOME USER LOGNAME SHELL LANG LANGUAGE LC_ALL LC_CTYPE TZ TERM TMPDIR TEMP TMP VIRTUAL_ENV PYTHONPATH PYTHONHOME "
-    "PYTHONUNBUFFERED PYTHONHASHSEED PYTHONNOUSERSITE PYTHONDONTWRITEBYTECODE LD_LIBRARY_PATH SSL_CERT_FILE SSL_CERT_DIR "
-    "REQUESTS_CA_BUNDLE HF_HOME HF_HUB_OFFLINE HF_DATASETS_OFFLINE XDG_CACHE_HOME CUDA_VISIBLE_DEVICES PRL_FAULTS".split()
+    {
+        "CUDA_VISIBLE_DEVICES",
+        "HF_DATASETS_OFFLINE",
+        "HF_HOME",
+        "HF_HUB_OFFLINE",
+        "HOME",
+        "LANG",
+        "LANGUAGE",
+        "LC_ALL",
+        "LC_CTYPE",
+        "LD_LIBRARY_PATH",
+        "LOGNAME",
+        "PATH",
+        "PRL_FAULTS",
+        "PYTHONDONTWRITEBYTECODE",
+        "PYTHONHASHSEED",
+        "PYTHONHOME",
+        "PYTHONNOUSERSITE",
+        "PYTHONPATH",
+        "PYTHONUNBUFFERED",
+        "REQUESTS_CA_BUNDLE",
+        "SHELL",
+        "SSL_CERT_DIR",
+        "SSL_CERT_FILE",
+        "TEMP",
+        "TERM",
+        "TMP",
+        "TMPDIR",
+        "TZ",
+        "USER",
+        "VIRTUAL_ENV",
+        "XDG_CACHE_HOME",
+    }
 )
 """What a role with `clean_env` inherits: enough to find programs, caches and certificates, and no credential."""
 

@@ -1,4 +1,4 @@
-"""From a configuration to a `Plan`: which processes a run consists of. Every launcher executes or renders the same one."""
+"""From a configuration to a `Plan`: which processes a run consists of. Every launcher executes or renders it."""
 
 from __future__ import annotations
 
@@ -47,5 +47,6 @@ def _python(module: str, *arguments: str) -> tuple[str, ...]:
 
 def _plugin_role(kind: str, use: str, role: object) -> Role:
     if not isinstance(role, Role):
-        raise PluginError(f"prl.{kind} plugin {use!r}: role(config) returned {type(role).__name__}, not a prl.plan.Role")
+        given = type(role).__name__
+        raise PluginError(f"prl.{kind} plugin {use!r}: role(config) returned {given}, not a prl.plan.Role")
     return role

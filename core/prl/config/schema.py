@@ -107,7 +107,7 @@ class SamplingTable(Table):
 
 class EnvTable(PluginTable):
     name: str = Field("", pattern=r"^[A-Za-z0-9_.-]*$")
-    """How it is called in metrics and log files; the plugin's name, or the class of a file, when empty. Must be unique."""
+    """How it is called in metrics and logs; the plugin's name, or the class in a file, when empty. Must be unique."""
     weight: float = Field(1.0, gt=0)
     """Share of training tasks drawn from it."""
 

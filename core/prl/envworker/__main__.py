@@ -39,7 +39,9 @@ async def _report(process: role.RoleProcess, worker: Worker) -> None:
         process.busy = time.process_time()
         process.doing = f"{worker.in_flight} episodes in flight, {worker.finished} finished"
         process.gauges = {
-            "in_flight": worker.in_flight, "finished": worker.finished, "errors": worker.errors,
+            "in_flight": worker.in_flight,
+            "finished": worker.finished,
+            "errors": worker.errors,
         }
         await asyncio.sleep(0.5)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -15,11 +15,8 @@ from prl.errors import EpisodeFailed, WireError
 from prl.messages import EpisodeRequest, ReplyRequest
 from prl.types import Message, Reward, Rollout, StopReason, Turn, as_messages
 
-
-class Gateway(Protocol):
-    """Sends a reply request to one gateway."""
-
-    async def __call__(self, request: ReplyRequest) -> Turn: ...
+Gateway = Callable[[ReplyRequest], Awaitable[Turn]]
+"""Sends a reply request to one gateway."""
 
 
 class GatewayAgent:

@@ -138,8 +138,8 @@ class Worker:
         lines = traceback.format_exception(error)
         if self.errors < LOGGED_ERRORS:
             self._log.error("task %r failed:\n%s", request.task.id, "".join(lines).rstrip())
-        tail = "".join(lines).rstrip().splitlines()[-TRACEBACK_LINES:]
-        return _failed(request, "env_error", f"task {request.task.id!r}: {type(error).__name__}: {error}\n" + "\n".join(tail))
+        tail = "\n".join("".join(lines).rstrip().splitlines()[-TRACEBACK_LINES:])
+        return _failed(request, "env_error", f"task {request.task.id!r}: {type(error).__name__}: {error}\n{tail}")
 
     def _checked(self, request: EpisodeRequest, episode: object) -> EpisodeReply:
         """The reply of a finished episode.
@@ -148,7 +148,8 @@ class Worker:
             EpisodeFailed: it is not what an environment may return; "bad_reward" for a reward that is not finite.
         """
         if not isinstance(episode, Episode):
-            raise EpisodeFailed("bad_result", f"{type(self.env).__name__}.run returned {type(episode).__name__}, not prl.Episode")
+            returned = type(episode).__name__
+            raise EpisodeFailed("bad_result", f"{type(self.env).__name__}.run returned {returned}, not prl.Episode")
         if episode.errors:
             first = episode.errors[0]
             return EpisodeReply(request.episode_id, metrics=self._metrics(episode.metrics), error=first)
@@ -160,7 +161,7 @@ class Worker:
         try:
             _encode(reply)
         except (TypeError, ValueError, OverflowError) as error:
-            raise EpisodeFailed("bad_result", f"task {request.task.id!r}: its messages cannot be sent: {error}") from error
+            raise EpisodeFailed("bad_result", f"task {request.task.id!r} cannot be sent: {error}") from error
         return reply
 
     def _metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:

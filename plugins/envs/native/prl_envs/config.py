@@ -1,0 +1,85 @@
+"""Settings of the environments. A docstring under each field is what `prl config explain` prints."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from prl.contribution import PluginConfig
+
+
+class ReverseTextConfig(PluginConfig):
+    alphabet: str = Field("abcdefghijklmnopqrstuvwxyz", min_length=2)
+    """The letters texts are made of, each once."""
+    min_length: int = Field(3, ge=1)
+    """Letters of the shortest text."""
+    max_length: int = Field(6, ge=1)
+    """Letters of the longest text; every length is equally likely."""
+    instruction: str = ""
+    """Put before the text, for a model that has to be told what to do."""
+    partial: Literal["prefix", "position", "none"] = "prefix"
+    """What a wrong answer earns: up to 0.5 for its right beginning, for right letters at any place, or nothing."""
+    held_out: float = Field(0.1, gt=0, lt=1)
+    """Share of all texts that belong to the evaluation split, by a hash of the text."""
+    seed: int = 0
+    num_tasks: int = Field(1_000_000, ge=1)
+    """Tasks of the training split; they are made when they are drawn."""
+    eval_tasks: int = Field(1_000, ge=1)
+    """Tasks of the evaluation split, all different."""
+
+    @model_validator(mode="after")
+    def _possible(self) -> ReverseTextConfig:
+        if len(set(self.alphabet)) != len(self.alphabet):
+            raise ValueError("alphabet: a letter occurs twice")
+        if self.alphabet.strip() != self.alphabet:
+            raise ValueError("alphabet: must not begin or end with white space")
+        if self.max_length < self.min_length:
+            raise ValueError(f"max_length is {self.max_length}, less than min_length {self.min_length}")
+        return self
+
+
+class AlphabetSortConfig(PluginConfig):
+    min_turns: int = Field(2, ge=1)
+    max_turns: int = Field(3, ge=1)
+    """Turns of an episode; every number from `min_turns` to this is equally likely."""
+    min_names: int = Field(2, ge=1)
+    max_names: int = Field(4, ge=1)
+    """Names that each turn brings."""
+    power: float = Field(4.0, gt=0)
+    """A turn's reward is the similarity of its answer to the right list to this power: more is stricter."""
+    held_out: float = Field(0.1, gt=0, lt=1)
+    """Share of the tasks that belong to the evaluation split, by a hash of their names."""
+    seed: int = 0
+    num_tasks: int = Field(1_000_000, ge=1)
+    """Tasks of the training split; they are made when they are drawn."""
+    eval_tasks: int = Field(1_000, ge=1)
+
+    @model_validator(mode="after")
+    def _possible(self) -> AlphabetSortConfig:
+        if self.max_turns < self.min_turns:
+            raise ValueError(f"max_turns is {self.max_turns}, less than min_turns {self.min_turns}")
+        if self.max_names < self.min_names:
+            raise ValueError(f"max_names is {self.max_names}, less than min_names {self.min_names}")
+        if self.max_turns * self.max_names > 1_000:
+            raise ValueError(
+                f"max_turns * max_names is {self.max_turns * self.max_names}: there are names for lists of up to 1000"
+            )
+        return self
+
+
+class JsonlConfig(PluginConfig):
+    path: str
+    """JSONL file, one task a line: {"prompt": text} or {"messages": [...]}, and fields of your own, such as "answer".
+    A relative path starts where prl is started."""
+    reward: str
+    """As in "./reward.py:score": score(task, text) returns a number, or a mapping with "reward" and metrics."""
+    eval_path: str = ""
+    """JSONL file of the evaluation split; a share of `path` when empty."""
+    held_out: float = Field(0.1, gt=0, lt=1)
+    """Share of `path` held out for evaluation, by a hash of the prompt; unused when there is `eval_path`."""
+    system: str = ""
+    """A system message put before every prompt."""
+    shuffle: bool = True
+    """Draw training tasks in a seeded random order rather than in the order of the file."""
+    seed: int = 0
