@@ -124,7 +124,7 @@ def _load(directory: Path, file: str, manifest: Manifest) -> Iterator[tuple[str,
     path = directory / file
     try:
         with safe_open(path, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118: it is no mapping
+            for name in opened.keys():  # noqa: SIM118 (it is no mapping)
                 expected = manifest.tensors.get(name)
                 if expected is None or expected.file != file:
                     raise WeightsError(f"{path}: holds the tensor {name!r}, which the manifest does not place there")

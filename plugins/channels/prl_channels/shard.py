@@ -55,9 +55,11 @@ def write(path: Path, tensors: Sequence[tuple[str, Tensor]], *, fsync: bool) -> 
     text = msgspec.json.encode(header)
     text += b" " * (-(len(text) + 8) % ALIGNMENT)
 
+    chunks: list[bytes | memoryview] = [len(text).to_bytes(8, "little") + text]
+    chunks.extend(_bytes(tensor) for _, tensor in ordered)
     digest = hashlib.sha256()
     with path.open("wb", buffering=0) as file:
-        for chunk in (len(text).to_bytes(8, "little") + text, *(_bytes(tensor) for _, tensor in ordered)):
+        for chunk in chunks:
             digest.update(chunk)
             _write_all(file.fileno(), chunk)
         if fsync:

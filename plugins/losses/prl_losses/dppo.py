@@ -19,7 +19,7 @@ For a trained token with advantage A, trainer probability pi, sampler probabilit
 * Denominators are counts of the whole step: with "rl" the number of its trained tokens, the loss is a token mean.
 
 Numerics: log r is clamped to +-20 against overflow alone; e^20 = 4.9e8 keeps even the square of a gradient norm inside
-float32 (3e38). Past it the gradient is zero, for ratio and regulariser alike; nothing a healthy run produces comes near.
+float32 (3e38). Past it the gradient is zero, for ratio and regulariser alike; no healthy run comes near.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ class Dppo:
         """Raises:
         RunFailed: the batch carries `ref_kl` weights, which need a reference policy.
         """
-        refuse(inputs, "ref_kl", "dppo", "choose an algorithm without ref_kl weights, or a loss with a reference policy")
+        refuse(
+            inputs, "ref_kl", "dppo", "choose an algorithm without ref_kl weights, or a loss with a reference policy"
+        )
         config = self.config
         weights = torch.where(inputs.sampled, inputs.rl_weights, 0.0)
         trained = weights != 0

@@ -1,4 +1,4 @@
-"""What the losses of this package share: the cross-entropy component, and the refusal of components they cannot train."""
+"""What the losses of this package share: the cross-entropy component, and refusing what they cannot train."""
 
 from __future__ import annotations
 

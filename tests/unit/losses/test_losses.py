@@ -78,7 +78,9 @@ def test_a_kept_token_is_the_importance_weighted_gradient_plus_the_regulariser(a
         (1e-3, 1e-6, 1.0, False),  # a ratio of 1000 moves almost no probability
     ],
 )
-def test_a_token_is_dropped_by_its_probability_difference(pi: float, mu: float, advantage: float, dropped: bool) -> None:
+def test_a_token_is_dropped_by_its_probability_difference(
+    pi: float, mu: float, advantage: float, dropped: bool
+) -> None:
     _, gradient = one(math.log(pi), math.log(mu), advantage, kl_tau=0.0)
     assert (gradient == 0.0) == (dropped or advantage == 0.0)
     loss, _ = one(math.log(pi), math.log(mu), advantage, kl_tau=0.5)
@@ -162,7 +164,9 @@ def test_mixed_batches_add_their_components_each_over_its_own_denominator() -> N
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("advantage", [-5.0, 5.0])
-@pytest.mark.parametrize(("logprob", "sampler"), [(0.0, -700.0), (-700.0, 0.0), (-math.inf, -1.0), (-1e30, -1e30), (0, 0)])
+@pytest.mark.parametrize(
+    ("logprob", "sampler"), [(0.0, -700.0), (-700.0, 0.0), (-math.inf, -1.0), (-1e30, -1e30), (0, 0)]
+)
 def test_finite_at_extremes(dtype: torch.dtype, advantage: float, logprob: float, sampler: float) -> None:
     lp = torch.tensor([logprob, -1.0], dtype=dtype, requires_grad=True)
     inputs = row(
