@@ -69,7 +69,8 @@ def first_fit_decreasing(sizes: NDArray[np.int64], capacity: int) -> Rows:
     """Exact first-fit-decreasing; ties keep their order. `sizes` i64[N], each from 1 to `capacity`.
 
     Free space stands in the leaves of a binary tree whose inner nodes hold the larger of their children, so that the
-    first row with room is found by descending. First-fit leaves at most one row half empty or emptier, which bounds the leaves.
+    first row with room is found by descending. First-fit leaves at most one row half empty or emptier, which bounds
+    the leaves.
     """
     if not len(sizes):
         return []
@@ -147,7 +148,7 @@ def _fill_grid(rows: Rows, work: NDArray[np.float64], num_ranks: int) -> Rows:
 
 def _deal(rows: Rows, work: NDArray[np.float64], num_ranks: int) -> list[Rows]:
     """Longest-processing-time greedy with equal counts: in each round the rank with the least work so far gets the
-    most expensive of the next `num_ranks` rows. Rows of one round cost about the same, so that ranks also stay in step."""
+    most expensive of the next `num_ranks` rows. Rows of one round cost about the same, so that ranks stay in step."""
     costs = [float(work[row].sum()) if row else 0.0 for row in rows]
     ranked = sorted(range(len(rows)), key=lambda i: (-costs[i], i))
     loads = [0.0] * num_ranks
@@ -167,13 +168,7 @@ def _check(sizes: NDArray[np.int64], row_tokens: int, num_ranks: int) -> None:
         return
     longest, shortest = int(sizes.argmax()), int(sizes.argmin())
     if sizes[longest] > row_tokens:
-        raise ConfigError(
-            [
-                (
-                    f"sample {longest} has {sizes[longest]} tokens and a row of a micro-batch holds {row_tokens}: raise "
-                    "the trainer's row_tokens, or lower sampling.max_tokens"
-                )
-            ]
-        )
+        problem = f"sample {longest} has {sizes[longest]} tokens and a row of a micro-batch holds {row_tokens}: "
+        raise ConfigError([problem + "raise the trainer's row_tokens, or lower sampling.max_tokens"])
     if sizes[shortest] < 1:
         raise ConfigError([f"sample {shortest} has {sizes[shortest]} tokens: there must be at least one"])

@@ -28,8 +28,8 @@ class PackedRow:
     """D documents (samples) one after another, T tokens in all.
 
     token_ids i32[T], position_ids i32[T] (from 0 in every document), cu_seqlens i32[D + 1], sampled bool[T],
-    logprobs f32[T] and versions i32[T] of sampling (0 and -1 where not sampled), temperatures f32[T], advantages f32[T],
-    and the weights rl, ce, ref_kl f32[T].
+    logprobs f32[T] and versions i32[T] of sampling (0 and -1 where not sampled), temperatures f32[T], advantages
+    f32[T], and the weights rl, ce, ref_kl f32[T].
     """
 
     token_ids: NDArray[np.int32]

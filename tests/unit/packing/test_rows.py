@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import msgspec
 import numpy as np
 import pytest
@@ -59,8 +61,7 @@ def documents(row: PackedRow) -> list[dict[str, list[float]]]:
     fields = ["token_ids", "position_ids", "sampled", "logprobs", "versions", "temperatures", *STREAMS]
     bounds = row.cu_seqlens.tolist()
     return [
-        {name: getattr(row, name)[start:end].tolist() for name in fields}
-        for start, end in zip(bounds[:-1], bounds[1:], strict=True)
+        {name: getattr(row, name)[start:end].tolist() for name in fields} for start, end in itertools.pairwise(bounds)
     ]
 
 
@@ -150,6 +151,6 @@ def break_runs(sample: TrainSample) -> TrainSample:
 )
 def test_parts_that_do_not_fit_together_are_refused(damage, words: list[str]) -> None:  # type: ignore[no-untyped-def]
     good = make_sample([False, True, True], {"rl": [1, 1, 1]}, 0)
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match="sample 1") as error:
         assemble([good, damage(good)])
     assert all(word in str(error.value) for word in words), str(error.value)
