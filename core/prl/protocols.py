@@ -117,7 +117,8 @@ class EngineClient(Protocol):
         ...
 
     async def install(self, weights: WeightsRef) -> None:
-        """Load, install and verify one version. On any error the engine holds exactly one whole version.
+        """Load, install and verify one version: it reads them while generation goes on, swaps them between two tokens
+        of the requests in flight, and goes on. On any error the engine holds exactly one whole version.
 
         Raises:
             WeightsError: checksums or probes do not agree; the former version is still installed.

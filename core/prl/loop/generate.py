@@ -53,7 +53,7 @@ class Generator:
         env, task, redraws = await state.tasks.draw()
         version = state.roles.fleet.version
         size = state.config.loop.group_size
-        group = Group(state.next_group, env, task, size, version, state.deadline_of(version), redraws, {}, {})
+        group = Group(state.next_group, env, task, size, version, state.deadline_of(version), redraws)
         state.next_group += 1
         state.in_flight[group.id] = group
         state.ledger.dispatch(size)

@@ -1,0 +1,200 @@
+"""The controller's process from start to exit code: start or resume, loop, checkpoints, summary."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from prl import faults
+from prl.config.schema import RunConfig
+from prl.controller.clients import WireRunner, WireTrainer
+from prl.controller.control import Control
+from prl.controller.fleet import WireFleet
+from prl.controller.hub import Connection, Hub
+from prl.controller.report import Report
+from prl.controller.sink import StoreSink
+from prl.errors import PrlError, RunFailed, StoreError
+from prl.loop import snapshot
+from prl.loop.state import LoopState, Roles
+from prl.loop.supervisor import Loop
+from prl.loop.tasks import TaskSource
+from prl.messages import CONTROL, NOTHING, SHUTDOWN
+from prl.rundir import RunDir
+from prl.store import checkpoints
+from prl.store.files import atomic_write
+from prl.store.writer import StoreWriter
+
+log = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 900.0
+"""How long a role may take to register: a large model is read from a cold disk in minutes."""
+
+
+class Controller:
+    """One run, or the continuation of one."""
+
+    def __init__(self, run_dir: RunDir) -> None:
+        self.run_dir = run_dir
+        self.config = RunConfig.model_validate_json(run_dir.config.read_bytes())
+        self.token = run_dir.token.read_text().strip()
+        self.resumed = checkpoints.latest(run_dir)
+        self.incarnation = self.resumed.incarnation + 1 if self.resumed else 0
+        self.store = StoreWriter(
+            run_dir,
+            queue=self.config.store.queue,
+            rollouts=self.config.store.rollouts == "all",
+            every=self.config.store.every,
+        )
+        self.sink = StoreSink(self.store)
+        hubs: dict[str, Hub] = {}
+        self.control = Control(hubs)
+        self.hub = hubs["hub"] = Hub(
+            self.token, run_dir.name, self.incarnation, self.start_step, {CONTROL: self.control.handle}
+        )
+        self.report = Report(self.config, self.store, self.sink, self.hub, self.control)
+        self.signal_received = False
+
+    @property
+    def start_step(self) -> int:
+        return self.resumed.step if self.resumed else 0
+
+    async def run(self) -> int:
+        """Run to the end and return the exit code."""
+        self._catch_signals()
+        address = self.hub.server.start()
+        atomic_write(self.run_dir.socket, address.encode())
+        ticker = asyncio.create_task(self.report.tick())
+        outcome, error = "failed", None
+        try:
+            await self._run_loop()
+            outcome = "stopped" if self.control.stop_requested else "completed"
+        except PrlError as failure:
+            error = failure
+            log.error("the run failed: %s", failure)
+        except Exception as failure:
+            error = failure
+            log.exception("the run failed")
+        finally:
+            ticker.cancel()
+            await self._end(outcome, error)
+        if error is not None:
+            return error.exit_code if isinstance(error, PrlError) else 1
+        return 75 if self.signal_received else 0
+
+    async def _run_loop(self) -> None:
+        trainers = await self._await_roles("trainer", self.config.trainer.processes)
+        gateways = await self._await_roles("gateway", 1)
+        await self._await_roles("engine", self.config.engine.replicas)
+        for env in self.config.envs:
+            await self._await_roles(f"env-{env.label}", 1)
+        runner = WireRunner(self.hub)
+        algorithm = self.config.algorithm.build("algorithms")
+        state = LoopState(
+            config=self.config,
+            roles=Roles(runner, WireTrainer(self.hub, trainers), None, gateways[0].address, self.token),  # type: ignore[arg-type]
+            algorithm=algorithm,
+            tasks=TaskSource(runner, {env.label: env.weight for env in self.config.envs}, self.config.seed),
+            sink=self.sink,
+            run_id=self.run_dir.name,
+            incarnation=self.incarnation,
+        )
+        fleet = WireFleet(self.hub, self.config.engine.build("engines"), self.token, state.signal.notify)
+        state.roles.fleet = fleet
+        self.hub.on_joined.append(lambda connection: self._gateway_moved(state, connection))
+        loop = self._restore(state)
+        self.control.state = state
+        self.report.begin(state, loop)
+        state.stopping = self.control.stop_requested
+        try:
+            await loop.run()
+        finally:
+            await fleet.close()
+
+    async def _await_roles(self, role: str, replicas: int) -> list[Connection]:
+        self.control.starting = f"waiting for {role} to register"
+        if self.control.stop_requested:
+            raise RunFailed("stopped before it had started")
+        return await self.hub.wait_for(role, replicas, START_TIMEOUT_S)
+
+    def _restore(self, state: LoopState) -> Loop:
+        """A fresh loop, or one that continues from the last complete checkpoint."""
+        if self.resumed is None:
+            return Loop(state, self._save)
+        taken = snapshot.restore(state, (self.resumed.path / "controller" / snapshot.FILE).read_bytes())
+        self.sink.event("resumed", step=taken.step, incarnation=self.incarnation, warnings=self.resumed.warnings)
+        log.info("resumed at step %d (incarnation %d)", taken.step, self.incarnation)
+        return Loop(state, self._save, eval_first=taken.eval_first, eval_last=taken.eval_last)
+
+    def _gateway_moved(self, state: LoopState, connection: Connection) -> None:
+        if connection.role == "gateway":
+            state.roles.gateway = connection.address
+
+    async def _save(self, step: int, data: bytes) -> None:
+        """Both parts, then the manifest: without it there is no checkpoint.
+
+        Raises:
+            StoreError: the disk is full. Earlier checkpoints are untouched.
+        """
+        state = self.control.state
+        assert state is not None
+        with state.waits.on("checkpoint", "trainer", f"saving step {step}", self.config.loop.step_timeout_s):
+            draft = checkpoints.begin(self.run_dir, step)
+            trainer = await state.roles.trainer.checkpoint(step, draft / "trainer")
+            await asyncio.to_thread(self._commit, draft, step, data, trainer)
+        self.control.checkpointed = step
+        self.sink.event("checkpoint_saved", step=step)
+
+    def _commit(self, draft: Path, step: int, data: bytes, trainer: dict[str, str]) -> None:
+        digest = checkpoints.write_part(draft / "controller" / snapshot.FILE, data)
+        facts = {"run_id": self.run_dir.name, "incarnation": self.incarnation}
+        checkpoints.commit(self.run_dir, step, {"trainer": trainer, "controller": {snapshot.FILE: digest}}, facts)
+        checkpoints.prune(self.run_dir, self.config.checkpoint.keep)
+
+    def _catch_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+
+    def _on_signal(self) -> None:
+        self.signal_received = True
+        log.info("asked to stop: finishing the step in progress")
+        self.control.stop()
+
+    async def _end(self, outcome: str, error: Exception | None) -> None:
+        """Tell every role to stop and write the last files, whatever happened."""
+        self.hub.needed = False
+        try:
+            self.report.end(outcome, error)
+        except StoreError as failure:
+            log.error("%s", failure)
+        calls = [
+            connection.peer.call(SHUTDOWN, NOTHING, timeout=2.0)
+            for connection in self.hub.connections.values()
+        ]
+        await asyncio.gather(*calls, return_exceptions=True)
+        await asyncio.to_thread(self.store.close)
+
+
+def main(run_dir: str) -> None:
+    """Run the controller and exit the process with the run's exit code."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    started = time.time()
+    code = 1
+    try:
+        controller = Controller(RunDir(run_dir))
+        faults.install("controller", seed=controller.config.seed, plan=controller.config.faults)
+        code = asyncio.run(controller.run())
+    except PrlError as error:
+        log.error("%s", error)
+        code = error.exit_code
+    except Exception:
+        log.exception("the controller failed")
+    log.info("ended with exit code %s after %.1f s", code, time.time() - started)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
