@@ -149,7 +149,7 @@ class _Endpoint:
 
     def _attach(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._fd = self._socket.getsockopt(zmq.FD)
+        self._fd = int(self._socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._fd, self._drain)
         self._schedule_drain()
 
@@ -312,7 +312,7 @@ class Client(_Endpoint):
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._socket.connect(address)
         self._attach()
-        self._monitor_fd = self._monitor.getsockopt(zmq.FD)
+        self._monitor_fd = int(self._monitor.getsockopt(zmq.FD))
         self._loop.add_reader(self._monitor_fd, self._watch)
         self._watch()  # reading its events once arms the descriptor
 
@@ -336,7 +336,7 @@ class Client(_Endpoint):
         self._accept(self.peer, frames)
 
     def _watch(self) -> None:
-        while not self._closed and self._monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        while not self._closed and int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             zmq.utils.monitor.recv_monitor_message(self._monitor, zmq.NOBLOCK)
             if not self.peer.closed:
                 self.peer.fail("the connection is lost")

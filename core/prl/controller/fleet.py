@@ -136,6 +136,6 @@ class WireFleet:
         self._versions.pop(connection.replica, None)
         if client is not None:
             task = asyncio.create_task(client.close())
-            self._tasks.add(task)  # type: ignore[arg-type]
-            task.add_done_callback(self._tasks.discard)  # type: ignore[arg-type]
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
         self._announce()

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from prl.config.schema import RunConfig
 from prl.controller.hub import Hub
-from prl.controller.sink import StoreSink
 from prl.errors import RunFailed
 from prl.loop.state import LoopState
 from prl.loop.supervisor import Loop
+from prl.store.sink import RunSink
 from prl.store.writer import StoreWriter
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ PERIOD_S = 0.5
 class Report:
     """`begin` is called when the loop starts: its wall time and the roles' busy time count from there."""
 
-    def __init__(self, config: RunConfig, store: StoreWriter, sink: StoreSink, hub: Hub, control: Control) -> None:
+    def __init__(self, config: RunConfig, store: StoreWriter, sink: RunSink, hub: Hub, control: Control) -> None:
         self._config = config
         self._store = store
         self._sink = sink

@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 
 from prl import faults
 from prl.config.schema import RunConfig
@@ -17,7 +16,6 @@ from prl.controller.control import Control
 from prl.controller.fleet import WireFleet
 from prl.controller.hub import Connection, Hub
 from prl.controller.report import Report
-from prl.controller.sink import StoreSink
 from prl.errors import PrlError, RunFailed, StoreError
 from prl.loop import snapshot
 from prl.loop.state import LoopState, Roles
@@ -25,8 +23,10 @@ from prl.loop.supervisor import Loop
 from prl.loop.tasks import TaskSource
 from prl.messages import CONTROL, NOTHING, SHUTDOWN
 from prl.rundir import RunDir
-from prl.store import checkpoints
+from prl.store.checkpoints import Checkpoints
 from prl.store.files import atomic_write
+from prl.store.rewind import rewind
+from prl.store.sink import RunSink
 from prl.store.writer import StoreWriter
 
 log = logging.getLogger(__name__)
@@ -42,15 +42,18 @@ class Controller:
         self.run_dir = run_dir
         self.config = RunConfig.model_validate_json(run_dir.config.read_bytes())
         self.token = run_dir.token.read_text().strip()
-        self.resumed = checkpoints.latest(run_dir)
-        self.incarnation = self.resumed.incarnation + 1 if self.resumed else 0
+        self.checkpoints = Checkpoints(run_dir)
+        self.resumed, self.warnings = self.checkpoints.latest()
+        self.incarnation = self.resumed.manifest.facts["incarnation"] + 1 if self.resumed else 0
+        # What was written after the checkpoint is done again; without one, everything is.
+        rewind(run_dir, self.resumed.step if self.resumed else -1)
         self.store = StoreWriter(
             run_dir,
             queue=self.config.store.queue,
             rollouts=self.config.store.rollouts == "all",
             every=self.config.store.every,
         )
-        self.sink = StoreSink(self.store)
+        self.sink = RunSink(self.store)
         hubs: dict[str, Hub] = {}
         self.control = Control(hubs)
         self.hub = hubs["hub"] = Hub(
@@ -69,7 +72,8 @@ class Controller:
         address = self.hub.server.start()
         atomic_write(self.run_dir.socket, address.encode())
         ticker = asyncio.create_task(self.report.tick())
-        outcome, error = "failed", None
+        outcome = "failed"
+        error: Exception | None = None
         try:
             await self._run_loop()
             outcome = "stopped" if self.control.stop_requested else "completed"
@@ -125,8 +129,8 @@ class Controller:
         """A fresh loop, or one that continues from the last complete checkpoint."""
         if self.resumed is None:
             return Loop(state, self._save)
-        taken = snapshot.restore(state, (self.resumed.path / "controller" / snapshot.FILE).read_bytes())
-        self.sink.event("resumed", step=taken.step, incarnation=self.incarnation, warnings=self.resumed.warnings)
+        taken = snapshot.restore(state, (self.resumed.part("controller") / snapshot.FILE).read_bytes())
+        self.sink.event("resumed", step=taken.step, incarnation=self.incarnation, warnings=self.warnings)
         log.info("resumed at step %d (incarnation %d)", taken.step, self.incarnation)
         return Loop(state, self._save, eval_first=taken.eval_first, eval_last=taken.eval_last)
 
@@ -143,17 +147,17 @@ class Controller:
         state = self.control.state
         assert state is not None
         with state.waits.on("checkpoint", "trainer", f"saving step {step}", self.config.loop.step_timeout_s):
-            draft = checkpoints.begin(self.run_dir, step)
+            draft = self.checkpoints.begin(step)
             trainer = await state.roles.trainer.checkpoint(step, draft / "trainer")
-            await asyncio.to_thread(self._commit, draft, step, data, trainer)
+            await asyncio.to_thread(self._commit, step, data, trainer)
         self.control.checkpointed = step
         self.sink.event("checkpoint_saved", step=step)
 
-    def _commit(self, draft: Path, step: int, data: bytes, trainer: dict[str, str]) -> None:
-        digest = checkpoints.write_part(draft / "controller" / snapshot.FILE, data)
+    def _commit(self, step: int, data: bytes, trainer: dict[str, str]) -> None:
+        own = self.checkpoints.write_part(step, "controller", {snapshot.FILE: data})
         facts = {"run_id": self.run_dir.name, "incarnation": self.incarnation}
-        checkpoints.commit(self.run_dir, step, {"trainer": trainer, "controller": {snapshot.FILE: digest}}, facts)
-        checkpoints.prune(self.run_dir, self.config.checkpoint.keep)
+        self.checkpoints.commit(step, {"trainer": trainer, "controller": own}, facts)
+        self.checkpoints.prune(self.config.checkpoint.keep)
 
     def _catch_signals(self) -> None:
         loop = asyncio.get_running_loop()

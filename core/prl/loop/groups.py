@@ -27,7 +27,6 @@ class Group(msgspec.Struct):
     Args:
         deadline: the last step that may train it (`schedule.deadline`); only ever raised.
         outcomes, failures: by member index; a member in neither is still running.
-        credits: what the algorithm assigned, by member index, one per trainable sample.
         samples: set once it was scored; those whose credit carries a signal.
     """
 
@@ -40,7 +39,6 @@ class Group(msgspec.Struct):
     redraws: int = 0
     outcomes: dict[int, Outcome] = {}
     failures: dict[int, Failure] = {}
-    credits: dict[int, list[Credit]] = {}
     samples: list[Sample] | None = None
 
     @property

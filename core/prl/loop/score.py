@@ -34,11 +34,9 @@ class Scorer:
         if len(group.outcomes) < max(1, min(state.algorithm.min_members, group.size)):
             state.discard(group, "incomplete_group", redraw=True)
             return
-        members = sorted(group.outcomes)
-        outcomes = [group.outcomes[index] for index in members]
+        outcomes = [group.outcomes[index] for index in sorted(group.outcomes)]
         credits = state.algorithm.credit([GroupMember(o.episode_id, o.rollouts, o.metrics) for o in outcomes])
         group.samples = attach(outcomes, credits)
-        group.credits = dict(zip(members, credits, strict=True))
         # Known versions may be newer than at admission: a later deadline, never an earlier one.
         group.deadline = max(group.deadline, state.deadline_of(group.min_version))
         state.ready[group.id] = group

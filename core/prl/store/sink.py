@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 
 class RunSink:
-    """The loop's sink. Every call returns at once; `ready` waits when the disk is behind.
+    """The loop's sink. Every call returns at once; `ready` waits when the disk is behind. `last` holds the newest value
+    of every metric.
 
     Raises:
         StoreError: from any call, once something could not be written.
@@ -22,8 +23,10 @@ class RunSink:
 
     def __init__(self, writer: StoreWriter) -> None:
         self._writer = writer
+        self.last: dict[str, float] = {}
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        self.last.update(values)
         self._writer.metrics(step, values)
 
     def event(self, kind: str, **data: object) -> None:
