@@ -1,0 +1,48 @@
+"""`python -m prl_engine_embedded RUN_DIR [REPLICA]`: one engine of a run."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from prl import role
+from prl.wire import Server
+from prl_engine_embedded.config import EmbeddedConfig
+from prl_engine_embedded.server import EngineServer, build_receiver, build_scheduler
+
+
+async def serve(process: role.RoleProcess) -> None:
+    """Load, serve, register, and report once a second until told to stop."""
+    own = EmbeddedConfig.model_validate(process.config.engine.own)
+    model, scheduler = await asyncio.to_thread(build_scheduler, process.config, own)
+    engine = EngineServer(
+        model, scheduler, build_receiver(process.config), recompute=own.swap_kv == "recompute"
+    )
+    server = Server(process.token, engine.handlers())
+    address = server.start()
+    try:
+        welcome = await process.register({}, address=address, info={"device": str(model.device)})
+        engine.incarnation = welcome.incarnation
+        report = asyncio.create_task(_report(process, engine))
+        await process.until_stopped()
+        report.cancel()
+    finally:
+        server.close()
+        engine.close()
+
+
+async def _report(process: role.RoleProcess, engine: EngineServer) -> None:
+    while True:
+        load = engine.scheduler.load
+        process.busy = engine.scheduler.busy
+        process.doing = f"generating {load} requests" if load else "waiting for requests"
+        process.gauges = {
+            "version": float(engine.version),
+            "load": float(load),
+            "tokens": float(engine.scheduler.tokens),
+        }
+        await asyncio.sleep(0.5)
+
+
+if __name__ == "__main__":
+    role.main("engine", serve, sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 0)

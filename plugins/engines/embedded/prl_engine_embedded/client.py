@@ -1,0 +1,150 @@
+"""The engine as the gateway and the controller see it. This module must not import torch."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from prl.errors import EpisodeFailed, WireError
+from prl.messages import NOTHING, EngineHealth, GenerateRequest, Generation, Nothing, WeightsRef
+from prl.plan import Resources, Role
+from prl.wire import Client
+from prl_engine_embedded import methods
+from prl_engine_embedded.config import EmbeddedConfig
+
+if TYPE_CHECKING:
+    from prl.config.schema import RunConfig
+
+CONTROL_TIMEOUT_S = 60.0
+INSTALL_TIMEOUT_S = 1800.0
+
+
+class EmbeddedEngine:
+    """The plugin: what the plan runs, and how to reach it."""
+
+    def __init__(self, config: EmbeddedConfig) -> None:
+        self.config = config
+
+    def role(self, config: RunConfig) -> Role:
+        threads = threads_of(config)
+        env = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")} if threads else {}
+        return Role(
+            name="engine",
+            command=(sys.executable, "-m", "prl_engine_embedded", "{run_dir}", "{replica}"),
+            replicas=config.engine.replicas,
+            env=env,
+            resources=Resources(gpus=int(self._wants_gpu()), threads=threads),
+            restart="on_failure",
+        )
+
+    def _wants_gpu(self) -> bool:
+        # The launcher's process must not import torch, so look for the driver's device file.
+        return self.config.device == "cuda" or (self.config.device == "auto" and Path("/dev/nvidia0").exists())
+
+    def connect(self, address: str, token: str) -> EmbeddedClient:
+        return EmbeddedClient(address, token)
+
+
+def threads_of(config: RunConfig) -> int:
+    """Threads of the numeric library, 0 for its own choice: one where a run is to be repeatable bit for bit."""
+    return config.engine.threads or (1 if config.loop.max_staleness == 0 else 0)
+
+
+class EmbeddedClient:
+    """An `EngineClient`. It must be made inside a running event loop.
+
+    When the connection breaks, every request in flight ends at once with `WireError`, and so does every later one.
+    """
+
+    def __init__(self, address: str, token: str) -> None:
+        self.address = address
+        self._waiting: dict[str, asyncio.Future[Generation]] = {}
+        self._outbox: list[GenerateRequest] = []
+        self._loop = asyncio.get_running_loop()
+        self._wire = Client(
+            address,
+            token,
+            {methods.FINISHED: self._on_finished},
+            name=f"engine at {address}",
+            on_lost=self._on_lost,
+        )
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """Sample a completion. Cancelling the call aborts the request.
+
+        Raises:
+            WireError: the engine is gone. EpisodeFailed: this request cannot be answered.
+        """
+        if self._wire.peer.closed:
+            raise WireError(f"{self._wire.peer.name} is gone")
+        if request.id in self._waiting:
+            raise EpisodeFailed("bad_request", f"a request {request.id!r} is in flight already")
+        future: asyncio.Future[Generation] = self._loop.create_future()
+        self._waiting[request.id] = future
+        if not self._outbox:
+            self._loop.call_soon(self._flush)
+        self._outbox.append(request)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if not self._wire.peer.closed:
+                self._wire.notify(methods.ABORT, methods.AbortBatch([request.id]))
+            raise
+        finally:
+            self._waiting.pop(request.id, None)
+
+    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        request = methods.ScoreRequest([list(sequence) for sequence in sequences])
+        return (await self._wire.call(methods.SCORE, request, timeout=INSTALL_TIMEOUT_S)).logprobs
+
+    async def pause(self) -> None:
+        await self._wire.call(methods.PAUSE, NOTHING, timeout=CONTROL_TIMEOUT_S)
+
+    async def install(self, weights: WeightsRef) -> None:
+        await self._wire.call(methods.INSTALL, weights, timeout=INSTALL_TIMEOUT_S)
+
+    async def resume(self) -> None:
+        await self._wire.call(methods.RESUME, NOTHING, timeout=CONTROL_TIMEOUT_S)
+
+    async def health(self) -> EngineHealth:
+        return await self._wire.call(methods.HEALTH, NOTHING, timeout=CONTROL_TIMEOUT_S)
+
+    async def close(self) -> None:
+        self._fail_all("this end is closed")
+        self._wire.close()
+
+    def _flush(self) -> None:
+        batch, self._outbox = self._outbox, []
+        batch = [request for request in batch if request.id in self._waiting]
+        if batch and not self._wire.peer.closed:
+            self._wire.notify(methods.GENERATE, methods.GenerateBatch(batch))
+
+    def _on_finished(self, peer: Any, message: methods.FinishedBatch) -> Nothing:
+        for result in message.results:
+            future = self._waiting.get(result.id)
+            if future is None or future.done():
+                continue
+            if result.generation is not None:
+                future.set_result(result.generation)
+            else:
+                future.set_exception(_error(result.failure))
+        return NOTHING
+
+    def _on_lost(self) -> None:
+        self._fail_all("the connection is lost")
+
+    def _fail_all(self, why: str) -> None:
+        for future in list(self._waiting.values()):
+            if not future.done():
+                future.set_exception(WireError(f"{self._wire.peer.name}: {why}"))
+
+
+def _error(failure: methods.Failure | None) -> Exception:
+    if failure is None:
+        return WireError("the engine answered a request with nothing")
+    if not failure.reason:
+        return WireError(failure.message)
+    return EpisodeFailed(failure.reason, failure.message, retryable=failure.retryable)

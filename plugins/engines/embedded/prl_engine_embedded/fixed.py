@@ -1,0 +1,415 @@
+"""The fixed-shape scheduler: one row per slot, every pass of a shape that depends on nothing but the request itself.
+
+A prefill pass always has the same number of rows for one padded prompt length, a decode pass always has one row per
+slot. Rows of a float32 matrix product do not depend on their index or companions at a fixed number of rows of at least
+8, attention and sampling are row-wise, and random numbers are counted per request: so a request's tokens and
+log-probabilities are the same bits whatever slot it gets and whoever is beside it (float32, one thread).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal
+
+import numpy as np
+import torch
+
+from prl import faults
+from prl.messages import GenerateRequest, Generation
+from prl_engine_embedded.methods import Failure
+from prl_engine_embedded.model import LoadedModel
+from prl_engine_embedded.sampling import sample, uniforms
+from prl_engine_embedded.scheduler import Deliver, Key, Result
+from prl_engine_embedded.slots import SlotCache
+
+log = logging.getLogger(__name__)
+
+PASS_TOKENS = 16_384
+"""A prefill pass has fewer rows for long prompts, so that rows x length stays below this."""
+FIRST_WINDOW = 32
+MIN_ROWS = 8
+FULL_ENOUGH = 0.75
+
+
+class Row:
+    """A request on its way. `tokens` is the prompt and what was sampled after it."""
+
+    __slots__ = ("key", "limit", "logprobs", "prompt_length", "request", "slot", "stops", "tokens", "versions")
+
+    def __init__(self, key: Key, request: GenerateRequest, limit: int) -> None:
+        self.key = key
+        self.request = request
+        self.tokens = list(request.token_ids)
+        self.prompt_length = len(self.tokens)
+        self.limit = limit
+        self.stops = frozenset(request.stop_token_ids)
+        self.logprobs: list[float] = []
+        self.versions: list[int] = []
+        self.slot = -1
+
+
+def padded_length(length: int) -> int:
+    """The length a prompt is padded to: steps of 4 up to 16, 8 up to 64, 16 up to 256, then 64."""
+    for top, step in ((16, 4), (64, 8), (256, 16)):
+        if length <= top:
+            return -(-length // step) * step
+    return -(-length // 64) * 64
+
+
+class FixedScheduler:
+    """See `Scheduler`. `pinned_window` allocates the longest sequence at once instead of growing on need."""
+
+    def __init__(self, model: LoadedModel, slots: int, prefill_rows: int, *, pinned_window: bool = False) -> None:
+        self.version = 0
+        self.busy = 0.0
+        self.tokens = 0
+        self._model = model
+        self._slots = slots
+        self._prefill_rows = prefill_rows
+        device = model.device
+        window = -(-model.max_tokens // 16) * 16 if pinned_window else min(FIRST_WINDOW, model.max_tokens)
+        self._cache = SlotCache(slots, window)
+        self._rows: list[Row | None] = [None] * slots
+        self._free = list(range(slots - 1, -1, -1))
+        self._waiting: dict[int, deque[Row]] = {}
+        self._num_waiting = 0
+        self._idle = 0
+        self._inputs = torch.zeros(slots, dtype=torch.long, device=device)
+        self._positions = torch.zeros(slots, dtype=torch.long, device=device)
+        self._active = torch.zeros(slots, dtype=torch.long, device=device)
+        self._temperatures = torch.ones(slots, device=device)
+        self._seeds = np.zeros(slots, np.uint64)
+        self._counts = np.zeros(slots, np.uint64)
+        self._bias = self._new_bias(window)
+        self._last: torch.Tensor | None = None
+        model.module.get_output_embeddings().register_forward_pre_hook(self._keep_last)
+        self._arrived: deque[tuple[Key, GenerateRequest]] = deque()
+        self._aborted: set[Key] = set()
+        self._finished: list[Result] = []
+        self._condition = threading.Condition()
+        self._holders = 0
+        self._stepping = False
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
+        self._deliver: Deliver = lambda results: None
+
+    # --- from other threads -------------------------------------------------------------------------------
+
+    def start(self, deliver: Deliver) -> None:
+        self._deliver = deliver
+        self._thread.start()
+
+    def add(self, requests: Sequence[tuple[Key, GenerateRequest]]) -> None:
+        with self._condition:
+            self._arrived.extend(requests)
+            self._condition.notify_all()
+
+    def abort(self, keys: Iterable[Key]) -> None:
+        with self._condition:
+            self._aborted.update(keys)
+            self._condition.notify_all()
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        with self._condition:
+            self._holders += 1
+            while self._stepping:
+                self._condition.wait()
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._holders -= 1
+                self._condition.notify_all()
+
+    @property
+    def load(self) -> int:
+        return self._slots - len(self._free) + self._num_waiting + len(self._arrived)
+
+    def close(self) -> None:
+        with self._condition:
+            self._closed = True
+            self._condition.notify_all()
+        if self._thread.is_alive():
+            self._thread.join(timeout=10)
+
+    @torch.inference_mode()
+    def weights_changed(self, recompute: bool) -> None:
+        """Rebuild the keys and values of everything in flight, except of each row's last token, which is fed next."""
+        if not recompute:
+            return
+        by_length: dict[int, list[Row]] = {}
+        for row in self._rows:
+            if row is not None:
+                by_length.setdefault(padded_length(len(row.tokens) - 1), []).append(row)
+        for length, rows in by_length.items():
+            step = self._rows_of(length)
+            for start in range(0, len(rows), step):
+                part = rows[start : start + step]
+                self._prefill_pass(length, part, [row.tokens[:-1] for row in part])
+
+    # --- the scheduler's own thread -------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            with self._condition:
+                self._stepping = False
+                self._condition.notify_all()
+                while not self._closed and (self._holders or not self._has_work()):
+                    self._condition.wait()
+                if self._closed:
+                    return
+                self._stepping = True
+                arrived, self._arrived = self._arrived, deque()
+                aborted, self._aborted = self._aborted, set()
+            began = time.perf_counter()
+            try:
+                self.step(arrived, aborted)
+            except Exception as error:
+                log.exception("a decode step failed")
+                self._fail_everything(f"a decode step failed: {type(error).__name__}: {error}")
+            self.busy += time.perf_counter() - began
+            finished, self._finished = self._finished, []
+            if finished:
+                self._deliver(finished)
+
+    def _has_work(self) -> bool:
+        return bool(self._arrived or self._aborted or self._num_waiting or len(self._free) < self._slots)
+
+    @torch.inference_mode()
+    def step(self, arrived: Iterable[tuple[Key, GenerateRequest]], aborted: set[Key]) -> None:
+        """Take requests in, drop aborted ones, fill slots, and sample one token in every slot."""
+        for key, request in arrived:
+            self._admit(key, request)
+        if aborted:
+            self._drop(aborted)
+        while self._prefill_some():
+            pass
+        if len(self._free) < self._slots:
+            self._decode()
+
+    def _admit(self, key: Key, request: GenerateRequest) -> None:
+        problem = _problem(request, self._model.max_tokens)
+        if problem is not None:
+            self._finished.append(Result(key, None, problem))
+            return
+        limit = min(request.sampling.max_tokens, self._model.max_tokens - len(request.token_ids))
+        row = Row(key, request, limit)
+        self._waiting.setdefault(padded_length(row.prompt_length), deque()).append(row)
+        self._num_waiting += 1
+
+    def _drop(self, aborted: set[Key]) -> None:
+        self._release([row.slot for row in self._rows if row is not None and row.key in aborted])
+        for length, queue in self._waiting.items():
+            kept = deque(row for row in queue if row.key not in aborted)
+            self._num_waiting -= len(queue) - len(kept)
+            self._waiting[length] = kept
+
+    def _rows_of(self, length: int) -> int:
+        return max(MIN_ROWS, min(self._prefill_rows, PASS_TOKENS // length))
+
+    def _prefill_some(self) -> bool:
+        """One prefill pass, if a pass is worth its price now.
+
+        A pass costs the same however few of its rows are used, a free slot costs one row of every decode pass. So a
+        pass that would not be nearly full waits until the idle slots have cost as much as its unused rows would.
+        """
+        if not self._free or not self._num_waiting:
+            self._idle = 0
+            return False
+        length = max(self._waiting, key=lambda length: len(self._waiting[length]) / self._rows_of(length))
+        rows = self._rows_of(length)
+        count = min(rows, len(self._free), len(self._waiting[length]))
+        nothing_runs = len(self._free) == self._slots
+        if count < FULL_ENOUGH * rows and not nothing_runs and self._idle < (rows - count) * length:
+            return False
+        self._idle = 0
+        queue = self._waiting[length]
+        chosen = [queue.popleft() for _ in range(count)]
+        self._num_waiting -= count
+        self._start(length, chosen)
+        return True
+
+    def _start(self, length: int, rows: list[Row]) -> None:
+        """Compute these prompts and sample the first token of each."""
+        for row in rows:
+            row.slot = self._free.pop()
+            self._rows[row.slot] = row
+        self._need_window(length)
+        logits = self._prefill_pass(length, rows, [row.tokens for row in rows])
+        slots = [row.slot for row in rows]
+        self._seeds[slots] = [row.request.seed & 0xFFFF_FFFF_FFFF_FFFF for row in rows]
+        self._counts[slots] = 0
+        index = torch.tensor(slots, device=self._model.device)
+        self._temperatures[index] = torch.tensor(
+            [row.request.sampling.temperature for row in rows], device=self._model.device
+        )
+        lengths = torch.tensor([row.prompt_length for row in rows], device=self._model.device)
+        self._positions[index] = lengths
+        self._active[index] = 1
+        visible = torch.arange(self._cache.window, device=self._model.device)[None] < lengths[:, None]
+        self._bias[index] = torch.where(visible, 0.0, -math.inf)[:, None, None]
+        tokens, logprobs = self._sample(logits[: len(rows)], index, slots)
+        self._inputs[index] = tokens
+        self._counts[slots] = 1
+        self._take(rows, tokens.tolist(), logprobs.tolist())
+
+    def _prefill_pass(self, length: int, rows: list[Row], sequences: list[list[int]]) -> torch.Tensor:
+        """Write the keys and values of right-padded `sequences` into their rows' slots; logits [R, V] after each."""
+        count = self._rows_of(length)
+        ids = np.zeros((count, length), np.int64)
+        for index, sequence in enumerate(sequences):
+            ids[index, : len(sequence)] = sequence
+        last = [len(sequence) - 1 for sequence in sequences] + [0] * (count - len(sequences))
+        device = self._model.device
+        positions = torch.arange(length, device=device)[None].expand(count, length)
+        self._cache.prefill(torch.tensor([row.slot for row in rows], device=device))
+        self._last = torch.tensor(last, device=device)
+        try:
+            return self._forward(torch.from_numpy(ids).to(device), positions, None)
+        finally:
+            self._last = None
+            self._cache.bypass()
+
+    def _decode(self) -> None:
+        faults.point("engine.decode")
+        if self._num_waiting:
+            self._idle += min(len(self._free), self._num_waiting)
+        rows = [row for row in self._rows if row is not None]
+        self._need_window(max(len(row.tokens) for row in rows))
+        positions = self._positions
+        self._bias.view(self._slots, -1).scatter_(1, positions[:, None], 0.0)
+        self._cache.decode(positions)
+        logits = self._forward(self._inputs[:, None], positions[:, None], self._bias)
+        self._cache.bypass()
+        tokens, logprobs = self._sample(logits, slice(None), slice(None))
+        self._inputs.copy_(tokens)
+        self._positions += self._active
+        self._counts += np.uint64(1)
+        chosen, scores = tokens.tolist(), logprobs.tolist()
+        self._take(rows, [chosen[row.slot] for row in rows], [scores[row.slot] for row in rows])
+
+    def _forward(self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        output = self._model.module(
+            input_ids=ids, position_ids=positions, attention_mask=mask, past_key_values=self._cache, use_cache=True
+        )
+        logits: torch.Tensor = output.logits[:, -1]
+        return logits
+
+    def _keep_last(self, module: object, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
+        """Before the head: keep each prompt's last position only, so that logits are [R, 1, V], not [R, T, V]."""
+        if self._last is None:
+            return None
+        hidden = args[0]
+        return (hidden[torch.arange(hidden.shape[0], device=hidden.device), self._last][:, None], *args[1:])
+
+    def _sample(
+        self, logits: torch.Tensor, index: torch.Tensor | slice, slots: list[int] | slice
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        uniform = torch.from_numpy(uniforms(self._seeds[slots], self._counts[slots])).to(logits.device)
+        return sample(logits, self._temperatures[index], uniform)
+
+    def _take(self, rows: list[Row], tokens: list[int], logprobs: list[float]) -> None:
+        """Append one sampled token to every row and end those that are complete."""
+        version = self.version
+        self.tokens += len(rows)
+        released: list[int] = []
+        for row, token, logprob in zip(rows, tokens, logprobs):
+            if not math.isfinite(logprob):
+                self._cache.clear([row.slot])
+                self._finish(row, failure=Failure("engine_nan", _nan_message(row, version)))
+                released.append(row.slot)
+                continue
+            row.tokens.append(token)
+            row.logprobs.append(logprob)
+            row.versions.append(version)
+            if token in row.stops:
+                self._finish(row, "stop")
+                released.append(row.slot)
+            elif len(row.logprobs) >= row.limit:
+                self._finish(row, "length")
+                released.append(row.slot)
+        self._release(released)
+
+    def _finish(self, row: Row, reason: Literal["stop", "length"] = "stop", failure: Failure | None = None) -> None:
+        generation = None
+        if failure is None:
+            generation = Generation(row.tokens[row.prompt_length :], row.logprobs, row.versions, reason)
+        self._finished.append(Result(row.key, generation, failure))
+
+    def _release(self, slots: list[int]) -> None:
+        """Empty these slots. They still take part in every pass: they look at their first position only, which is
+        finite, so that no NaN comes of them."""
+        if not slots:
+            return
+        for slot in slots:
+            self._rows[slot] = None
+        self._free.extend(slots)
+        index = torch.tensor(slots, device=self._model.device)
+        for state in (self._active, self._positions, self._inputs):
+            state[index] = 0
+        self._bias[index] = self._empty_bias
+
+    def _need_window(self, tokens: int) -> None:
+        """Make the window hold `tokens`: it doubles, so a growing sequence is copied a few times only."""
+        window = self._cache.window
+        if tokens <= window:
+            return
+        while window < tokens:
+            window *= 2
+        # A prompt of the longest length is padded to a multiple of 64.
+        window = min(window, max(-(-self._model.max_tokens // 64) * 64, tokens))
+        self._cache.resize(window)
+        bias = self._new_bias(window)
+        bias[..., : self._bias.shape[-1]] = self._bias
+        self._bias = bias
+
+    def _new_bias(self, window: int) -> torch.Tensor:
+        self._empty_bias = torch.full((1, 1, window), -math.inf, device=self._model.device)
+        self._empty_bias[..., 0] = 0
+        return self._empty_bias.repeat(self._slots, 1, 1, 1)
+
+    def _fail_everything(self, why: str) -> None:
+        """A pass raised: what it left in the cache cannot be trusted, so every request starts again elsewhere."""
+        rows = [row for row in self._rows if row is not None]
+        for row in rows:
+            self._finish(row, failure=Failure("", why, retryable=True))
+        self._release([row.slot for row in rows])
+        for queue in self._waiting.values():
+            self._finished.extend(Result(row.key, None, Failure("", why, retryable=True)) for row in queue)
+            queue.clear()
+        self._num_waiting = 0
+
+
+def _problem(request: GenerateRequest, max_tokens: int) -> Failure | None:
+    if not request.token_ids:
+        return Failure("bad_request", "an empty prompt: there is nothing to continue")
+    if len(request.token_ids) >= max_tokens:
+        return Failure(
+            "context_full",
+            f"the prompt has {len(request.token_ids)} tokens and a sequence may have {max_tokens}: shorten the "
+            "conversation or raise engine.max_sequence_tokens",
+        )
+    if request.sampling.top_p != 1.0 or request.sampling.top_k != 0:
+        return Failure(
+            "bad_request",
+            f"top_p = {request.sampling.top_p:g}, top_k = {request.sampling.top_k}: the embedded engine samples from "
+            "the whole distribution only (top_p = 1, top_k = 0)",
+        )
+    if request.sampling.max_tokens < 1:
+        return Failure("bad_request", f"max_tokens = {request.sampling.max_tokens}: at least 1 is needed")
+    return None
+
+
+def _nan_message(row: Row, version: int) -> str:
+    return (
+        f"version {version} of the weights gave logits that are not numbers after {len(row.tokens)} tokens of request "
+        f"{row.request.id}: the training has diverged or the weights are corrupted"
+    )
+

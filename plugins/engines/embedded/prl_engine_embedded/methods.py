@@ -1,0 +1,56 @@
+"""What the client and the server of this engine say to each other, over `prl.wire`.
+
+Generation is not a call per request: the client sends every request of one loop tick as one message, the server
+answers with every request that one decode step finished as one message. That costs about 5 us a request where a call
+costs 50 us.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from prl.messages import EngineHealth, GenerateRequest, Generation, Method, Nothing, WeightsRef
+
+
+class GenerateBatch(msgspec.Struct):
+    requests: list[GenerateRequest]
+
+
+class Failure(msgspec.Struct):
+    """Why a request ended without a generation. `reason` is empty when it is the engine's fault, not the episode's."""
+
+    reason: str
+    message: str
+    retryable: bool = False
+
+
+class Finished(msgspec.Struct):
+    id: str
+    generation: Generation | None = None
+    failure: Failure | None = None
+
+
+class FinishedBatch(msgspec.Struct):
+    results: list[Finished]
+
+
+class AbortBatch(msgspec.Struct):
+    ids: list[str]
+
+
+class ScoreRequest(msgspec.Struct):
+    sequences: list[list[int]]
+
+
+class ScoreReply(msgspec.Struct):
+    logprobs: list[list[float]]
+
+
+GENERATE = Method("embedded.generate", GenerateBatch, Nothing)
+FINISHED = Method("embedded.finished", FinishedBatch, Nothing)
+ABORT = Method("embedded.abort", AbortBatch, Nothing)
+SCORE = Method("embedded.score", ScoreRequest, ScoreReply)
+PAUSE = Method("embedded.pause", Nothing, Nothing)
+INSTALL = Method("embedded.install", WeightsRef, Nothing)
+RESUME = Method("embedded.resume", Nothing, Nothing)
+HEALTH = Method("embedded.health", Nothing, EngineHealth)

@@ -1,0 +1,95 @@
+"""Putting a received version into the model, whole or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from prl.errors import WeightsError
+from prl.protocols import Probe
+from prl_engine_embedded.model import LoadedModel
+
+
+class Swap:
+    """One exchange of the model's parameters and persistent buffers, which can be taken back.
+
+    Values are copied in place: addresses stay, so that compiled code and, on a CPU, the alignment that the bits of a
+    matrix product may depend on stay too. The former values are kept until `commit` or `rollback`: for that time the
+    weights are in memory three times (the received ones, the new, the former).
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._targets: dict[str, torch.Tensor] = dict(module.state_dict(keep_vars=False))
+        self._former: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Raises:
+        WeightsError: names or shapes are not the model's. Nothing was changed.
+        """
+        unexpected = sorted(set(tensors) - set(self._targets))
+        given = {self._targets[name].data_ptr() for name in tensors if name in self._targets}
+        # A tied parameter has several names; one of them is enough.
+        missing = sorted(
+            name for name, target in self._targets.items() if name not in tensors and target.data_ptr() not in given
+        )
+        if unexpected or missing:
+            raise WeightsError(
+                f"the weights do not fit the model: {_few('missing', missing)}{_few('unexpected', unexpected)}"
+                f"{len(tensors)} tensors were received; trainer and engine must be given the same model.path"
+            )
+        for name, tensor in tensors.items():
+            if tuple(tensor.shape) != tuple(self._targets[name].shape):
+                raise WeightsError(
+                    f"{name} has shape {tuple(tensor.shape)}, the model's has {tuple(self._targets[name].shape)}"
+                )
+
+    @torch.no_grad()
+    def apply(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copy every tensor into the model. Call `check` first."""
+        for name, tensor in tensors.items():
+            target = self._targets[name]
+            address = target.data_ptr()
+            if address not in self._former:
+                self._former[address] = (target, target.clone())
+            target.copy_(tensor)
+
+    @torch.no_grad()
+    def rollback(self) -> None:
+        for target, former in self._former.values():
+            target.copy_(former)
+        self._former.clear()
+
+    def commit(self) -> None:
+        self._former.clear()
+
+
+def check_probes(model: LoadedModel, probes: Sequence[Probe], tolerance: float) -> float:
+    """Score the trainer's probes and return the mean absolute difference of log-probabilities (first tokens excluded).
+
+    Raises:
+        WeightsError: it is more than `tolerance`, or not a number.
+    """
+    if not probes:
+        return 0.0
+    scored = model.score([probe.token_ids for probe in probes])
+    total, count = 0.0, 0
+    for probe, logprobs in zip(probes, scored, strict=True):
+        for ours, theirs in zip(logprobs[1:], probe.logprobs[1:], strict=True):
+            total += abs(ours - theirs)
+            count += 1
+    difference = total / max(count, 1)
+    if not difference <= tolerance:  # also true for NaN
+        raise WeightsError(
+            f"the probes do not agree after installing: mean |difference| of log-probabilities {difference:.3g} over "
+            f"{count} tokens, allowed is {tolerance:g}. The former version stays installed"
+        )
+    return difference
+
+
+def _few(what: str, names: list[str]) -> str:
+    if not names:
+        return ""
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return f"{what} {shown}; "
