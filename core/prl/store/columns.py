@@ -48,16 +48,21 @@ STREAMS: list[tuple[str, pa.DataType, str]] = [
     ("logprobs", pa.float32(), "<f4"),
     ("versions", pa.int32(), "<i4"),
 ]
+
+
+def _list(kind: pa.DataType) -> pa.DataType:
+    return pa.list_(pa.field("element", kind, nullable=False))
+
+
 SCHEMA = pa.schema(
     [pa.field(name, kind) for name, kind in SCALARS]
-    + [pa.field("sample_lengths", pa.list_(pa.int32()))]
-    + [pa.field(name, pa.list_(kind)) for name, kind, _ in STREAMS]
-    + [pa.field("advantages", pa.list_(pa.float32()))],
+    + [pa.field("sample_lengths", _list(pa.int32()))]
+    + [pa.field(name, _list(kind)) for name, kind, _ in STREAMS]
+    + [pa.field("advantages", _list(pa.float32()))],
     metadata={"prl.schema": str(SCHEMA_VERSION)},
 )
 
 _DICTIONARY = ["env", "task_id", "agent", "kind", "status", "rewards", "stop_reason", "error"]
-_DICTIONARY_STREAMS = ["versions.list.element", "advantages.list.element"]
 
 _decode_body = msgspec.msgpack.Decoder(SampleBody).decode
 _decode_transcript = msgspec.msgpack.Decoder(list[list[dict[str, Any]]]).decode
@@ -130,13 +135,13 @@ def _assemble(
     arrays: list[pa.Array] = [pa.array(values, kind) for values, (_, kind) in zip(columns, SCALARS, strict=True)]
     samples = np.array(lengths, np.int32)
     sample_offsets = _offsets(counts)
-    arrays.append(pa.ListArray.from_arrays(pa.array(sample_offsets), pa.array(samples, pa.int32())))
+    arrays.append(_list_array(sample_offsets, samples, pa.int32()))
     offsets = np.concatenate([[0], np.cumsum(samples)]).astype(np.int32)[sample_offsets]
     for name, kind, dtype in STREAMS:
         values = np.frombuffer(b"".join([getattr(body, name) for body in bodies]), dtype)
         if len(values) != offsets[-1]:
             raise ValueError(f"bodies hold {len(values)} {name}, their headers promise {offsets[-1]}")
-        arrays.append(pa.ListArray.from_arrays(pa.array(offsets), pa.array(values, kind)))
+        arrays.append(_list_array(offsets, values, kind))
     arrays.append(_advantages(credits))
     return pa.Table.from_arrays(arrays, schema=SCHEMA)
 
@@ -154,7 +159,12 @@ def _advantages(credits: list[list[Runs] | None]) -> pa.Array:
     )
     missing = pa.array([group is None for group in credits], pa.bool_())
     totals = [sum(count for count, _ in row) for row in runs]
-    return pa.ListArray.from_arrays(pa.array(_offsets(totals)), pa.array(values, pa.float32()), mask=missing)
+    return _list_array(_offsets(totals), values, pa.float32(), missing)
+
+
+def _list_array(offsets: Any, values: Any, kind: pa.DataType, missing: pa.Array | None = None) -> pa.Array:
+    flat = pa.array(values, kind)
+    return pa.ListArray.from_arrays(pa.array(offsets), flat, type=_list(kind), mask=missing)
 
 
 def _offsets(counts: Sequence[int]) -> Any:
@@ -177,7 +187,7 @@ def write_parquet(table: pa.Table, path: Path) -> None:
             temporary,
             compression="zstd",
             compression_level=1,
-            use_dictionary=_DICTIONARY + _DICTIONARY_STREAMS,
+            use_dictionary=_DICTIONARY,  # for token streams it costs more time than it saves bytes
             use_byte_stream_split=["logprobs.list.element"],
             write_statistics=["episode_id", "step", "group_id", "reward"],
         )
