@@ -42,7 +42,9 @@ KINDS = (
 class PluginConfig(BaseModel):
     """Base of every plugin's own table: strict, frozen, unknown keys refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True, ser_json_inf_nan="constants"
+    )
 
 
 class NoConfig(PluginConfig):

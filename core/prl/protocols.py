@@ -23,7 +23,7 @@ from prl.plan import LaunchState, Plan, Role
 from prl.types import Credit, Episode, Message, Outcome, Reward, Rollout, RolloutHeader, Split, Task, Turn
 
 if TYPE_CHECKING:
-    from prl.config.schema import RunConfig
+    from prl.config.schema import RunConfig, Table
     from prl.rundir import RunDir
 
 # --- environments -----------------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ class Launcher(Protocol):
 class Monitor(Protocol):
     """Receives what is also in the run directory. It runs off the loop; one that raises is muted."""
 
-    def start(self, config: RunConfig, run_dir: RunDir) -> None: ...
+    def start(self, config: Table, run_dir: RunDir) -> None: ...
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None: ...
 

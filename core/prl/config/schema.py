@@ -7,22 +7,37 @@ validated; `prl.config.load` checks them when the file is read.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from prl.contribution import PluginConfig
 from prl.faults import Fault
 
+_NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
+
+
+def wrong(key: str, message: str) -> PydanticCustomError:
+    """An error for a validator to raise when it knows which key of its table, "a.0.b", should be changed."""
+    return PydanticCustomError("prl", "{message}", {"key": key, "message": message})
+
 
 class Table(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True, ser_json_inf_nan="constants"
+    )
 
 
 class PluginTable(BaseModel):
     """A table whose remaining keys belong to the plugin that `use` names."""
 
-    model_config = ConfigDict(extra="allow", frozen=True, validate_default=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="allow", frozen=True, validate_default=True, use_attribute_docstrings=True, ser_json_inf_nan="constants"
+    )
+
+    kind: ClassVar[str]
+    """Which plugins it takes; the group of their entry points is "prl." and this."""
 
     use: str
     """Name of an installed plugin, or "./file.py:Name"."""
@@ -50,6 +65,8 @@ class PluginTable(BaseModel):
 
 
 class ModelTable(Table):
+    """The model that is trained."""
+
     path: str
     """A local folder in the Hugging Face format, or a name on a model hub."""
     impl: Literal["auto", "custom", "hf"] = "auto"
@@ -59,6 +76,8 @@ class ModelTable(Table):
 
 
 class LoopTable(Table):
+    """How much is generated, how old it may be when it is trained on, and when to give up."""
+
     steps: int = Field(100, ge=0)
     """Optimiser steps. Step s trains policy version s-1 into version s."""
     groups_per_step: int = Field(32, ge=1)
@@ -78,6 +97,7 @@ class LoopTable(Table):
     max_failure_share: float = Field(0.5, gt=0, le=1)
     """Stop loudly when more than this share of the last `failure_window` episodes failed."""
     failure_window: int = Field(256, ge=1)
+    """Over how many of the latest episodes that share is taken."""
     max_empty_batches: int = Field(10, ge=1)
     """Stop loudly after so many batches in a row in which no sample carried any signal."""
     max_concurrency: int = Field(0, ge=0)
@@ -89,23 +109,32 @@ class LoopTable(Table):
 
 
 class SamplingTable(Table):
+    """How training rollouts are sampled."""
+
     max_tokens: int = Field(128, ge=1)
     """Tokens of one turn at most."""
     temperature: float = Field(1.0, gt=0)
+    """Divides the logits before sampling; 1 is the model's own distribution. Trained at the same temperature."""
     top_p: float = Field(1.0, gt=0, le=1)
+    """Must be 1: training needs the whole distribution."""
     top_k: int = Field(0, ge=0)
+    """Must be 0, which is off: training needs the whole distribution."""
 
     @model_validator(mode="after")
     def _whole_distribution(self) -> SamplingTable:
         if self.top_p != 1.0 or self.top_k != 0:
-            raise ValueError(
+            raise wrong(
+                "top_p" if self.top_p != 1.0 else "top_k",
                 "training needs top_p = 1 and top_k = 0: a truncated distribution makes every importance ratio wrong "
-                "by the probability that was cut off"
+                "by the probability that was cut off",
             )
         return self
 
 
 class EnvTable(PluginTable):
+    """An environment: where tasks and rewards come from."""
+
+    kind = "envs"
     name: str = Field("", pattern=r"^[A-Za-z0-9_.-]*$")
     """How it is called in metrics and logs; the plugin's name, or the class in a file, when empty. Must be unique."""
     weight: float = Field(1.0, gt=0)
@@ -117,42 +146,72 @@ class EnvTable(PluginTable):
 
 
 class EngineTable(PluginTable):
+    """The inference servers."""
+
+    kind = "engines"
     use: str = "embedded"
+    """The inference server: an installed engine, or "./file.py:Name"."""
     replicas: int = Field(1, ge=1)
+    """Servers, each with the whole model."""
     threads: int = Field(0, ge=0)
     """CPU threads of each replica; 0 leaves it to the numeric library."""
 
 
 class TrainerTable(PluginTable):
+    """The trainer."""
+
+    kind = "trainers"
     use: str = "fsdp"
+    """What computes gradients: an installed trainer, or "./file.py:Name"."""
     processes: int = Field(1, ge=1)
     """Ranks on this machine; more than one runs under torchrun."""
     row_tokens: int = Field(8192, ge=16)
     """Tokens of one packed micro-batch at most; no sample may be longer."""
     threads: int = Field(0, ge=0)
+    """CPU threads of each rank; 0 leaves it to the numeric library."""
 
 
 class AlgorithmTable(PluginTable):
+    """Credit assignment: from the rewards of a group to the advantages of its tokens."""
+
+    kind = "algorithms"
     use: str = "grpo"
+    """Credit assignment: an installed algorithm, or "./file.py:Name"."""
 
 
 class LossTable(PluginTable):
+    """The loss per token."""
+
+    kind = "losses"
     use: str = "dppo"
+    """The loss per token: an installed loss, or "./file.py:Name"."""
 
 
 class ChannelTable(PluginTable):
+    """How weights travel from the trainer to the engines."""
+
+    kind = "channels"
     use: str = "filesystem"
+    """How new weights reach the engines: an installed channel, or "./file.py:Name"."""
 
 
 class LauncherTable(PluginTable):
+    """How the processes of the run are started."""
+
+    kind = "launchers"
     use: str = "local"
+    """What starts the processes: an installed launcher, or "./file.py:Name"."""
 
 
 class MonitorTable(PluginTable):
-    pass
+    """Another place that receives the run's metrics."""
+
+    kind = "monitors"
 
 
 class EvalTable(Table):
+    """Evaluation on held-out tasks, beside training."""
+
     every: int = Field(0, ge=0)
     """Evaluate after every so many steps while training goes on; 0 only at the start and the end."""
     tasks: int = Field(256, ge=0)
@@ -162,7 +221,9 @@ class EvalTable(Table):
     temperature: float = Field(0.0, ge=0)
     """0 is greedy."""
     at_start: bool = True
+    """Evaluate before the first step: where the run began."""
     at_end: bool = True
+    """Evaluate after the last step."""
     metric: str = "reward"
     """What `eval_first` and `eval_last` in summary.json report: "reward" or a metric an environment returns."""
     timeout_s: float = Field(1800, gt=0)
@@ -170,14 +231,19 @@ class EvalTable(Table):
 
 
 class CheckpointTable(Table):
+    """When the run is saved."""
+
     every: int = Field(0, ge=0)
     """Steps between checkpoints; 0 only at the end and on request."""
     keep: int = Field(2, ge=1)
     """Complete checkpoints kept."""
     at_end: bool = True
+    """Also when the run ends, however it was stopped."""
 
 
 class StoreTable(Table):
+    """What the run directory keeps of the rollouts."""
+
     rollouts: Literal["all", "none"] = "all"
     """Whether rollouts are written to the run directory."""
     every: int = Field(1, ge=1)
@@ -202,10 +268,12 @@ class MismatchTable(Table):
 class RunConfig(Table):
     """One reinforcement-learning run."""
 
-    name: str = "run"
+    name: str = Field("run", pattern=_NAME)
     """The run directory is `runs_dir`/`name`."""
     runs_dir: str = "runs"
+    """Where run directories are made."""
     seed: int = 0
+    """Of everything random: tasks, sampling, the order of batches."""
     model: ModelTable
     loop: LoopTable = LoopTable()
     sampling: SamplingTable = SamplingTable()
@@ -227,28 +295,36 @@ class RunConfig(Table):
     @model_validator(mode="after")
     def _unique_environments(self) -> RunConfig:
         labels = [env.label for env in self.envs]
-        for label in labels:
-            if labels.count(label) > 1:
-                raise ValueError(f"two environments are called {label!r}: give one of them another `name`")
+        for index, label in enumerate(labels):
+            if label in labels[:index]:
+                raise wrong(f"envs.{index}", f"two environments are called {label!r}: give one of them another `name`")
         return self
 
 
 class SftDataTable(Table):
+    """Examples to imitate."""
+
     train: str
     """A JSONL file: {"messages": [...]} or {"prompt": ..., "completion": ...} a line."""
     eval: str = ""
+    """Another such file, held out, whose loss is reported."""
     steps: int = Field(100, ge=1)
+    """Optimiser steps."""
     batch_size: int = Field(128, ge=1)
     """Examples of one optimiser step."""
     eval_every: int = Field(0, ge=0)
+    """Steps between evaluations; 0 only at the end."""
 
 
 class SftConfig(Table):
     """One supervised run: the same trainer and model, the loss `ce`."""
 
-    name: str = "sft"
+    name: str = Field("sft", pattern=_NAME)
+    """The run directory is `runs_dir`/`name`."""
     runs_dir: str = "runs"
+    """Where run directories are made."""
     seed: int = 0
+    """Of everything random: tasks, sampling, the order of batches."""
     model: ModelTable
     data: SftDataTable
     loss: LossTable = LossTable(use="ce")

@@ -1,0 +1,100 @@
+"""Rules that concern more than one table, or the files that a configuration names.
+
+The schema knows each key alone; what follows knows them together. `check` is run on every configuration before
+anything starts. An error refuses the run, a warning is shown. A new rule is a function of the configuration that yields
+problems, added to `_RUN_RULES` or `_SFT_RULES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from prl.config.compose import Problem
+from prl.config.schema import ModelTable, RunConfig, SftConfig, Table
+
+
+def check(config: Table) -> list[Problem]:
+    """Every problem of a configuration whose tables are valid one by one."""
+    if isinstance(config, RunConfig):
+        return [problem for rule in _RUN_RULES for problem in rule(config)]
+    if isinstance(config, SftConfig):
+        return [problem for rule in _SFT_RULES for problem in rule(config)]
+    return []
+
+
+def _model_exists(config: RunConfig | SftConfig) -> Iterator[Problem]:
+    yield from _model_folder(config.model)
+
+
+def _model_folder(model: ModelTable) -> Iterator[Problem]:
+    """A path that is plainly meant as a folder must be one with a model in it; anything else may be a hub's name."""
+    path = Path(model.path).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            yield Problem("model.path", f"{path} holds no config.json, so it is no model in the Hugging Face format")
+    elif model.path.startswith((".", "/", "~")) or len(path.parts) > 2:
+        yield Problem("model.path", f"there is no folder {path}")
+
+
+def _groups_can_be_compared(config: RunConfig) -> Iterator[Problem]:
+    """An algorithm's schema may state how many scored episodes its baseline needs, as a class variable."""
+    least = getattr(config.algorithm.plugin_config("algorithms"), "min_members", 1)
+    if config.loop.group_size < least:
+        yield Problem(
+            "loop.group_size",
+            f"is {config.loop.group_size}, but {config.algorithm.use} compares at least {least} episodes of a task",
+        )
+
+
+def _enough_samples_for_every_rank(config: RunConfig) -> Iterator[Problem]:
+    samples = config.loop.groups_per_step * config.loop.group_size
+    if samples < config.trainer.processes:
+        yield Problem(
+            "trainer.processes",
+            f"is {config.trainer.processes}, but a step has {samples} episodes (loop.groups_per_step x "
+            "loop.group_size), so some ranks would have nothing to do",
+        )
+
+
+def _concurrency_lets_a_group_run(config: RunConfig) -> Iterator[Problem]:
+    limit, size = config.loop.max_concurrency, config.loop.group_size
+    if 0 < limit < size:
+        yield Problem(
+            "loop.max_concurrency",
+            f"is {limit}, fewer than the {size} episodes of one group, which then run one after another",
+            severity="warning",
+        )
+
+
+def _exact_repetition(config: RunConfig) -> Iterator[Problem]:
+    """Only fixed-shape batches give the same float32 result for a row whatever its companions are."""
+    if config.loop.max_staleness == 0 and config.engine.own.get("batching") == "continuous":
+        yield Problem(
+            "engine.batching",
+            "continuous batches change their shape, so this synchronous run is not repeatable bit for bit",
+            severity="warning",
+        )
+
+
+def _evaluation_happens(config: RunConfig) -> Iterator[Problem]:
+    if config.eval.every and not config.eval.tasks:
+        yield Problem("eval.every", "has no effect while eval.tasks is 0", severity="warning")
+
+
+def _data_exists(config: SftConfig) -> Iterator[Problem]:
+    for key in ("train", "eval"):
+        named = getattr(config.data, key)
+        if named and not Path(named).expanduser().is_file():
+            yield Problem(f"data.{key}", f"there is no file {named}")
+
+
+_RUN_RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
+    _model_exists,
+    _groups_can_be_compared,
+    _enough_samples_for_every_rank,
+    _concurrency_lets_a_group_run,
+    _exact_repetition,
+    _evaluation_happens,
+)
+_SFT_RULES: tuple[Callable[[SftConfig], Iterator[Problem]], ...] = (_model_exists, _data_exists)
