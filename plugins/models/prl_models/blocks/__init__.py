@@ -1,0 +1,1 @@
+"""Building blocks that do not know a model family."""

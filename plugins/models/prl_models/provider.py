@@ -1,0 +1,99 @@
+"""The kind `prl.models`: a provider makes a `PackedModel` of a folder, and knows the names its weights have on disk.
+
+A plugin named after a model type ("qwen3") takes the models of that type when `model.impl` is "auto" or "custom";
+"hf" takes any that transformers can run without a state along the row.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from prl.errors import ConfigError, PluginError
+from prl_models.batch import PackedBatch
+
+Gather = Callable[[Tensor], Tensor]
+"""Makes a whole tensor of a sharded one; the identity where nothing is sharded."""
+
+
+class PackedModel(Protocol):
+    """A causal language model over packed documents; an `nn.Module` with float32 parameters after loading.
+
+    `vocab_size` bounds token ids. `blocks` are the repeated layers, the units of sharding and recomputation.
+    """
+
+    vocab_size: int
+
+    @property
+    def blocks(self) -> list[nn.Module]: ...
+
+    def __call__(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        """Log-probabilities f32[N] and entropies f32[N] of `batch.targets`, both differentiable."""
+        ...
+
+    def disk_tensors(self, gather: Gather) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) as in a Hugging Face folder, tied weights once, each tensor gathered when it is reached."""
+        ...
+
+
+class ModelProvider(Protocol):
+    def load(self, path: str, device: torch.device) -> PackedModel:
+        """A model from a folder in the Hugging Face format, or a name on a hub, with float32 parameters.
+
+        Raises:
+            EnvironmentNotFit: this provider cannot pack documents for this model.
+        """
+        ...
+
+
+def load_model(path: str, impl: str, device: torch.device) -> PackedModel:
+    """Load with the provider that `impl` ("auto", "custom", "hf") means for this model.
+
+    Raises:
+        ConfigError: no such folder, or no plugin for the model where `impl` is "custom".
+    """
+    from prl import registry
+
+    provider: ModelProvider = registry.build("models", provider_name(path, impl), {})
+    return provider.load(path, device)
+
+
+def provider_name(path: str, impl: str) -> str:
+    if impl == "hf":
+        return "hf"
+    from prl import registry
+
+    kind = model_type(path)
+    try:
+        registry.describe("models", kind)
+    except PluginError as error:
+        if impl == "custom":
+            raise ConfigError([f'model.impl = "custom", but no plugin knows {kind!r} ({path}): {error}']) from error
+        return "hf"
+    return kind
+
+
+def model_type(path: str) -> str:
+    """The `model_type` of a folder's config.json, or of a model on the hub."""
+    return str(read_config(path).get("model_type", ""))
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """Raises: ConfigError: a local folder without a readable config.json."""
+    folder = Path(path)
+    if folder.is_dir():
+        try:
+            config = json.loads((folder / "config.json").read_text())
+        except (OSError, ValueError) as error:
+            raise ConfigError([f"model.path: {folder / 'config.json'} cannot be read ({error})"]) from error
+        return dict(config)
+    if path.startswith((".", "/", "~")) or path.count("/") > 1:
+        raise ConfigError([f"model.path: there is no folder {path!r}"])
+    from transformers import AutoConfig
+
+    return dict(AutoConfig.from_pretrained(path).to_dict())

@@ -1,0 +1,14 @@
+"""The trainer `fsdp`.
+
+plugin.py, config.py   the declaration
+role.py                its part of a run's plan
+__main__.py            the process: answers the controller while one thread trains
+trainer.py             what the controller asks for: train, publish, release, checkpoint
+learner.py             a model, its loss and its optimiser: one step on packed rows
+rows.py                a packed row on its device
+optim.py               schedules, AdamW, clipping
+metrics.py             sums over rows and ranks; the mismatch between trainer and engine
+parallel.py            processes, devices, sharding
+checkpoint.py          safetensors and JSON, every file with its checksum
+sft.py, sft_data.py    supervised runs
+"""

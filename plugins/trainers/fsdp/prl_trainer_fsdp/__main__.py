@@ -1,0 +1,97 @@
+"""The trainer's process: `python -m prl_trainer_fsdp RUN_DIR`, one per rank.
+
+The event loop answers the controller; everything that computes runs in one other thread, in the order it was asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from prl import role
+from prl.messages import (
+    CHECKPOINT,
+    NOTHING,
+    PUBLISH,
+    RELEASE,
+    TRAIN,
+    CheckpointReply,
+    CheckpointRequest,
+    Nothing,
+    PublishRequest,
+    ReleaseRequest,
+    TrainBatch,
+    TrainReport,
+    WeightsRef,
+)
+from prl.wire import Handlers
+from prl_trainer_fsdp.trainer import Trainer
+
+R = TypeVar("R")
+
+
+class Worker:
+    """Runs the trainer's methods one after another in one thread, each only once the trainer is ready."""
+
+    def __init__(self, process: role.RoleProcess) -> None:
+        self._process = process
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
+        self._ready = asyncio.Event()
+
+    async def start(self) -> None:
+        """Build the trainer, register, and load the checkpoint that the controller resumes from, if it does."""
+        process = self._process
+        self._trainer = await self._run("loading the model", Trainer, process.config, process.run_dir)
+        info = {"device": str(self._trainer.runtime.device), "world": self._trainer.runtime.world}
+        welcome = await process.register(self._handlers(), info=info)
+        self._trainer.incarnation = welcome.incarnation
+        if welcome.version > 0:
+            part = process.run_dir.checkpoint(welcome.version) / "trainer"
+            await self._run("loading the checkpoint", self._trainer.load_checkpoint, part)
+        self._ready.set()
+        process.doing = "waiting for a batch"
+
+    def _handlers(self) -> Handlers:
+        return {TRAIN: self._train, PUBLISH: self._publish, RELEASE: self._release, CHECKPOINT: self._checkpoint}
+
+    async def _train(self, _: Any, batch: TrainBatch) -> TrainReport:
+        await self._ready.wait()
+        return await self._run(f"training step {batch.step}", self._trainer.train, batch)
+
+    async def _publish(self, _: Any, request: PublishRequest) -> WeightsRef:
+        await self._ready.wait()
+        return await self._run(f"publishing version {request.version}", self._trainer.publish, request.version)
+
+    async def _release(self, _: Any, request: ReleaseRequest) -> Nothing:
+        await self._ready.wait()
+        await self._run("releasing old versions", self._trainer.release, request.versions)
+        return NOTHING
+
+    async def _checkpoint(self, _: Any, request: CheckpointRequest) -> CheckpointReply:
+        await self._ready.wait()
+        doing = f"saving the checkpoint of step {request.step}"
+        return CheckpointReply(await self._run(doing, self._trainer.checkpoint, request.step, Path(request.path)))
+
+    async def _run(self, doing: str, function: Callable[..., R], *arguments: Any) -> R:
+        self._process.doing = doing
+        started = time.monotonic()
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
+        finally:
+            self._process.busy += time.monotonic() - started
+            self._process.doing = "waiting for a batch"
+
+
+async def serve(process: role.RoleProcess) -> None:
+    await Worker(process).start()
+    await process.until_stopped()
+
+
+if __name__ == "__main__":
+    role.main("trainer", serve, sys.argv[1], int(os.environ.get("RANK", "0")))

@@ -1,0 +1,116 @@
+"""A model, its loss and its optimiser: one step on packed rows. Reinforcement learning and supervised runs share it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+
+from prl.config.schema import ModelTable
+from prl.errors import RunFailed
+from prl.loss import Loss
+from prl.rows import PackedRow
+from prl_models.batch import PackedBatch
+from prl_models.provider import load_model
+from prl_trainer_fsdp.config import FsdpConfig
+from prl_trainer_fsdp.metrics import StepMetrics
+from prl_trainer_fsdp.optim import adamw, clip, learning_rate
+from prl_trainer_fsdp.parallel import Runtime, shard
+from prl_trainer_fsdp.rows import DeviceRow, device_row, empty_row
+
+
+class Learner:
+    """Parameters are float32; `table.dtype` is the precision of forward and backward. `steps` counts updates."""
+
+    def __init__(self, table: ModelTable, config: FsdpConfig, loss: Loss, runtime: Runtime) -> None:
+        self.config = config
+        self.loss = loss
+        self.runtime = runtime
+        self.dtype = table.dtype
+        self.model: Any = load_model(table.path, table.impl, runtime.device)
+        blocks = self.model.blocks
+        if config.recompute:
+            apply_activation_checkpointing(self.model, check_fn=lambda module: module in set(blocks))
+        shard(self.model, blocks, runtime, table.dtype)
+        self.optimizer = adamw(config, self.parameters())
+        self.steps = 0
+
+    def parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Named as in transformers, tied ones once."""
+        return [(_plain(name), parameter) for name, parameter in self.model.named_parameters()]
+
+    def step(self, rows: Sequence[PackedRow], denominators: dict[str, float], version: int) -> dict[str, float]:
+        """One optimiser step on this rank's rows; all ranks have the same number, empty ones included.
+
+        Raises:
+            RunFailed: the gradient is not finite; nothing was changed.
+        """
+        metrics = StepMetrics(self.runtime)
+        for row in self._computed(rows):
+            real = row.num_tokens > 0
+            on_device = device_row(row if real else empty_row(), self.runtime.device)
+            self._accumulate(on_device, denominators, version, real, metrics)
+        norm = float(clip([parameter for _, parameter in self.parameters()], self.config.max_grad_norm))
+        if not math.isfinite(norm):
+            self.optimizer.zero_grad(set_to_none=True)
+            raise RunFailed(
+                f"the gradient of step {self.steps + 1} has norm {norm}: its loss is not finite or overflowed. "
+                f"Lower the learning rate (now {self.config.lr:g}), or look for extreme log-probabilities in the batch"
+            )
+        rate = learning_rate(self.config, self.steps + 1)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.steps += 1
+        return {**metrics.reduce(), "train/grad_norm": norm, "train/lr": rate}
+
+    @torch.no_grad()
+    def evaluate(self, rows: Sequence[PackedRow], denominators: dict[str, float]) -> dict[str, float]:
+        """The metrics of a step without one: nothing is trained."""
+        metrics = StepMetrics(self.runtime)
+        for row in self._computed(rows):
+            real = row.num_tokens > 0
+            on_device = device_row(row if real else empty_row(), self.runtime.device)
+            logprobs, entropy = self.model(on_device.batch)
+            outputs = self.loss(on_device.loss_inputs(logprobs, entropy, 0, denominators))
+            metrics.add_row(on_device, logprobs, entropy, outputs, 0, real)
+        return metrics.reduce()
+
+    @torch.no_grad()
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probability of every token at temperature 1; the first of a sequence is 0. Collective."""
+        lengths = [len(sequence) for sequence in sequences]
+        bounds = np.cumsum([0, *lengths]).astype(np.int32)
+        targets = np.setdiff1d(np.arange(bounds[-1]), bounds[:-1])
+        tokens = np.concatenate([np.asarray(sequence, np.int32) for sequence in sequences])
+        ones = np.ones(len(targets), np.float32)
+        batch = PackedBatch.build(tokens, bounds, targets, ones, self.runtime.device)
+        logprobs = np.zeros(bounds[-1], np.float64)
+        logprobs[targets] = self.model(batch)[0].double().cpu().numpy()
+        return [part.tolist() for part in np.split(logprobs, bounds[1:-1])]
+
+    def _computed(self, rows: Sequence[PackedRow]) -> list[PackedRow]:
+        """Rows without tokens are computed only where other ranks may have some."""
+        return [row for row in rows if row.num_tokens or self.runtime.world > 1]
+
+    def _accumulate(
+        self, row: DeviceRow, denominators: dict[str, float], version: int, real: bool, metrics: StepMetrics
+    ) -> None:
+        logprobs, entropy = self.model(row.batch)
+        outputs = self.loss(row.loss_inputs(logprobs, entropy, version, denominators))
+        loss: Tensor = outputs.loss
+        if not real:
+            # Every rank's graph must hold every collective, also where the loss ignores its inputs.
+            loss = loss * 0.0 + (logprobs.sum() + entropy.sum()) * 0.0
+        loss.backward()
+        metrics.add_row(row, logprobs.detach(), entropy.detach(), outputs, version, real)
+
+
+def _plain(name: str) -> str:
+    return name.replace("_checkpoint_wrapped_module.", "").removeprefix("hf.")

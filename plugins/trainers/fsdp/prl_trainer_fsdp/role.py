@@ -1,0 +1,32 @@
+"""The trainer's part of a run's plan. Imports nothing heavy: it runs in the command line's process."""
+
+from __future__ import annotations
+
+import sys
+
+from prl.config.schema import RunConfig
+from prl.plan import Resources, Role
+from prl_trainer_fsdp.config import FsdpConfig
+
+
+class FsdpPlugin:
+    def __init__(self, config: FsdpConfig) -> None:
+        self.config = config
+
+    def role(self, config: RunConfig) -> Role:
+        """One process, or torchrun with `trainer.processes` of them; each registers as its own replica."""
+        gpus = config.trainer.processes if self.config.device == "cuda" else 0
+        return Role(
+            "trainer",
+            command(config.trainer.processes, "prl_trainer_fsdp", "{run_dir}"),
+            resources=Resources(gpus=gpus, threads=config.trainer.threads),
+        )
+
+
+def command(processes: int, module: str, *arguments: str) -> tuple[str, ...]:
+    """argv that runs a module in so many processes of one group."""
+    python = sys.executable
+    if processes == 1:
+        return (python, "-m", module, *arguments)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}")
+    return (python, *torchrun, "-m", module, *arguments)

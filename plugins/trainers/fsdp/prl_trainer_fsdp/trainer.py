@@ -1,0 +1,139 @@
+"""What the controller asks of a trainer: train a batch, publish a version, release old ones, save a checkpoint."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import cast
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from prl import faults
+from prl.config.schema import RunConfig
+from prl.errors import RunFailed
+from prl.messages import TrainBatch, TrainReport, WeightsRef
+from prl.protocols import ChannelSender, Probe
+from prl.rows import PackedRow, assemble
+from prl.rundir import RunDir
+from prl_trainer_fsdp import checkpoint
+from prl_trainer_fsdp.config import FsdpConfig
+from prl_trainer_fsdp.learner import Learner
+from prl_trainer_fsdp.parallel import Runtime, gather, share_bytes, start
+
+PROBE_TOKENS = 32
+"""Longest probe: every engine scores them after each install, while it serves nothing."""
+TOLERANCES = {"float32": 1e-3, "bfloat16": 0.15}
+"""Mean absolute difference of log-probabilities that two correct implementations show at most."""
+
+
+class Trainer:
+    """One rank. Every method but `release` is collective: all ranks call it in the same order.
+
+    `version` is the policy version its weights are; `incarnation` is the run's, given by the controller.
+    """
+
+    def __init__(self, config: RunConfig, run_dir: RunDir | Path | str, runtime: Runtime | None = None) -> None:
+        own = cast(FsdpConfig, config.trainer.plugin_config("trainers"))
+        self.config = config
+        self.runtime = runtime or start(own.device, config.trainer.threads)
+        self.learner = Learner(config.model, own, config.loss.build("losses"), self.runtime)
+        self.version = 0
+        self.incarnation = 0
+        run_dir = run_dir if isinstance(run_dir, RunDir) else RunDir(run_dir)
+        self._sender: ChannelSender | None = None
+        if self.runtime.is_leader:
+            self._sender = config.channel.build("channels").sender(run_dir.weights)
+        self._probes = _first_probes(config.mismatch.probes, self.learner.model.vocab_size, config.seed)
+
+    def train(self, batch: TrainBatch) -> TrainReport:
+        """Train `batch.version` into the next.
+
+        Raises:
+            RunFailed: the batch is for another version, or its gradient is not finite.
+        """
+        started = time.perf_counter()
+        faults.point("trainer.step")
+        if batch.version != self.version or batch.incarnation != self.incarnation:
+            raise RunFailed(
+                f"the batch of step {batch.step} is for version {batch.version} of incarnation {batch.incarnation}, "
+                f"but the trainer holds version {self.version} of incarnation {self.incarnation}"
+            )
+        rows = [assemble(row) for row in batch.rows]
+        metrics = self.learner.step(rows, batch.denominators, batch.version)
+        self.version += 1
+        self._probes = _recent_probes(rows, self.config.mismatch.probes) or self._probes
+        return TrainReport(self.incarnation, batch.step, self.version, metrics, time.perf_counter() - started)
+
+    def publish(self, version: int) -> WeightsRef:
+        """Send the weights through the channel, with probe sequences and this trainer's log-probabilities of them.
+
+        Raises:
+            RunFailed: the trainer does not hold `version`.
+        """
+        faults.point("trainer.publish")
+        if version != self.version:
+            raise RunFailed(f"version {version} cannot be published: the trainer holds version {self.version}")
+        probes = []
+        if self._probes:
+            scores = self.learner.score(self._probes)
+            probes = [Probe(tokens, scored) for tokens, scored in zip(self._probes, scores, strict=True)]
+        tolerance = self.config.mismatch.probe_tolerance or TOLERANCES[self.learner.dtype]
+        answer = b""
+        if self._sender is not None:
+            reference = self._sender.send(version, self.incarnation, self._weights(), probes, tolerance)
+            answer = msgspec.msgpack.encode(reference)
+        else:
+            for _ in self._weights():  # takes its part in every gather
+                pass
+        return msgspec.msgpack.decode(share_bytes(answer, self.runtime), type=WeightsRef)
+
+    def release(self, versions: Sequence[int]) -> None:
+        if self._sender is not None:
+            self._sender.release(versions)
+
+    def checkpoint(self, step: int, path: Path) -> dict[str, str]:
+        """Save into `path`; file name to sha256 on the leader, nothing on other ranks.
+
+        Raises:
+            StoreError: the disk is full, or refuses.
+        """
+        faults.point("trainer.checkpoint")
+        facts = {"step": step, "version": self.version, "incarnation": self.incarnation, "probes": self._probes}
+        return checkpoint.save(self.learner, facts, path)
+
+    def load_checkpoint(self, path: Path) -> None:
+        """Continue from a checkpoint, exactly as if the run had not stopped.
+
+        Raises:
+            StoreError: a file is missing, truncated or altered, or belongs to another model.
+        """
+        facts = checkpoint.load(self.learner, path)
+        self.version = int(facts["version"])
+        self._probes = [[int(token) for token in probe] for probe in facts["probes"]]
+
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(name on disk, whole tensor) in the precision of the forward pass, one gathered at a time."""
+        dtype = getattr(torch, self.learner.dtype)
+        for name, tensor in self.learner.model.disk_tensors(gather):
+            yield name, tensor.to(dtype) if tensor.dtype == torch.float32 else tensor
+
+
+def _first_probes(count: int, vocab_size: int, seed: int) -> list[list[int]]:
+    """Before anything was trained: random tokens."""
+    rng = np.random.default_rng(seed)
+    return [[int(token) for token in rng.integers(0, vocab_size, 12)] for _ in range(count)]
+
+
+def _recent_probes(rows: Sequence[PackedRow], count: int) -> list[list[int]]:
+    """The first tokens of a few documents, spread over the first row that has any."""
+    for row in rows:
+        if row.num_tokens and count:
+            chosen = np.linspace(0, row.num_documents - 1, min(count, row.num_documents)).astype(int)
+            bounds = row.cu_seqlens
+            documents = [row.token_ids[bounds[i] : min(bounds[i + 1], bounds[i] + PROBE_TOKENS)] for i in chosen]
+            return [document.tolist() for document in documents if len(document) > 1]
+    return []
