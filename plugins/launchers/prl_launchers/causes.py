@@ -1,0 +1,65 @@
+"""One line that says why a process ended, taken from its exit code and its log."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+
+TAIL_BYTES = 65_536
+LONGEST = 400
+
+HEADER = "=== "
+"""How the launcher's own line in a log begins, before the output of each start."""
+
+_EXCEPTION = re.compile(r"[\w.]*(?:Error|Exception|Interrupt|Failed|Exit|NotFit|Broken|Missing)(?::|$)")
+_LOGGED = re.compile(r"^(?:\S+ \S+ )?(?:ERROR|CRITICAL|FATAL) (?P<said>.*)")
+
+
+def how_it_ended(code: int) -> str:
+    """An exit code in words; negative is a signal."""
+    if code >= 0:
+        return f"ended with code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    hint = " (the kernel does this when memory runs out)" if name == "SIGKILL" else ""
+    return f"was killed by {name}{hint}"
+
+
+def last_error(log: Path) -> str:
+    """The line of the last start in a log that most likely says what went wrong; "" when there is no output."""
+    try:
+        with log.open("rb") as file:
+            file.seek(0, 2)
+            file.seek(max(0, file.tell() - TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    own: list[str] = []
+    for line in lines:
+        if line.startswith(HEADER):
+            own.clear()
+        elif line.strip():
+            own.append(line)
+    errors = [said for line in own if (said := _said(line))]
+    chosen = (errors or own or [""])[-1].strip()
+    return chosen if len(chosen) <= LONGEST else chosen[: LONGEST - 3] + "..."
+
+
+def _said(line: str) -> str:
+    """The line of an exception, or a logged error without its time and level; "" for any other line."""
+    if _EXCEPTION.match(line):
+        return line
+    logged = _LOGGED.match(line)
+    return logged["said"] if logged else ""
+
+
+def cause(name: str, what: str, code: int | None, log: Path) -> str:
+    """As in "engine-0 ended with code 1: OutOfMemoryError: ...; see runs/x/logs/engine-0.log".
+
+    A process that was killed from outside had no chance to say why, so its last words are not quoted.
+    """
+    quoted = "" if code in (-signal.SIGKILL, -signal.SIGTERM) else last_error(log)
+    return f"{name} {what}{': ' + quoted if quoted else ''}; see {log}"

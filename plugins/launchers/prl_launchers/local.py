@@ -1,0 +1,372 @@
+"""`local`: a plan as supervised processes of this machine.
+
+Life of a run: all roles are started; a service that ends while the controller still needs it is a failure, repaired
+by its restart policy or else the end of the run; when every main role has ended well the services are stopped.
+
+Stopping: the controller gets SIGTERM and `grace_s` (it checkpoints and shuts the roles down), then the others get
+SIGTERM and `role_grace_s`, then SIGKILL to their groups, and at last whatever still carries this launch's mark.
+Ctrl-C or SIGTERM stops; a second Ctrl-C kills at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from prl.errors import Preempted, UsageError
+from prl.messages import RoleExited
+from prl.plan import LaunchState, Plan, ProcessState, Role
+from prl.rundir import RunDir
+from prl_launchers import variables, warden
+from prl_launchers.causes import cause, how_it_ended
+from prl_launchers.config import LocalConfig
+from prl_launchers.link import ControllerLink
+from prl_launchers.process import Child
+
+CONTROLLER = "controller"
+TICK_S = 0.25
+SETTLE_S = 1.0
+"""How long a service's death waits for the controller's own, which would explain it."""
+LONGEST_BACKOFF_S = 30.0
+INTERRUPTED = 130
+
+OnTick = Callable[[LaunchState], None]
+
+
+class LocalLauncher:
+    def __init__(self, config: LocalConfig) -> None:
+        self.config = config
+
+    def run(self, plan: Plan, run_dir: RunDir, on_tick: OnTick | None = None) -> int:
+        """See `prl.protocols.Launcher`. Must be called from the main thread, which receives the signals.
+
+        Raises:
+            UsageError: another launcher works in this run directory.
+        """
+        with _lock(run_dir):
+            run_dir.socket.unlink(missing_ok=True)  # of a former controller
+            supervision = Supervision(plan, run_dir, self.config, on_tick)
+            code = asyncio.run(supervision.run())
+        if supervision.cause:
+            print(f"prl: {supervision.cause}", file=sys.stderr, flush=True)
+        return code
+
+
+@contextlib.contextmanager
+def _lock(run_dir: RunDir) -> Iterator[None]:
+    """Held by this process and released by its death, whatever kills it."""
+    run_dir.control.mkdir(parents=True, exist_ok=True)
+    with (run_dir.control / "launcher.lock").open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UsageError(f"{run_dir.path} is being run by another process; `prl stop` ends it") from None
+        yield
+
+
+@dataclass
+class Slot:
+    """One replica of a role, over all its starts."""
+
+    role: Role
+    replica: int
+    child: Child | None = None
+    state: Literal["running", "restarting", "ended"] = "running"
+    restarts: int = 0
+    code: int | None = None
+    restart_at: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return f"{self.role.name}-{self.replica}"
+
+    def view(self) -> ProcessState:
+        pid = self.child.pid if self.child is not None else 0
+        return ProcessState(self.role.name, self.replica, pid, self.state, self.restarts, self.code)
+
+
+class Supervision:
+    """One execution of a plan."""
+
+    def __init__(self, plan: Plan, run_dir: RunDir, config: LocalConfig, on_tick: OnTick | None) -> None:
+        self.cause = ""
+        self._run_dir = run_dir
+        self._config = config
+        self._on_tick = on_tick
+        self._slots = [Slot(role, replica) for role in plan.roles for replica in range(role.replicas)]
+        self._mark = secrets.token_hex(16)
+        self._inherited = variables.current()
+        self._gpus = variables.assign_gpus(plan, variables.visible_gpus(self._inherited))
+        self._pids = run_dir.control / "pids"
+        self._link = ControllerLink(run_dir)
+        self._wake = asyncio.Event()
+        self._reports: set[asyncio.Task[None]] = set()
+        self._phase: Literal["running", "stopping", "ended"] = "running"
+        self._stop_asked = False
+        self._kill_asked = False
+        self._suspect: tuple[Slot, str] | None = None
+        self._code: int | None = None
+
+    # --- the run's life -----------------------------------------------------------------------------------
+
+    async def run(self) -> int:
+        guard = self._start_warden()
+        self._watch_signals(True)
+        try:
+            for slot in self._slots:
+                self._start(slot)
+            while self._code is None and not self._stop_asked:
+                await self._next()
+            await self._stop()
+        finally:
+            self._kill_everything()
+            self._close_warden(guard)
+            for report in self._reports:
+                report.cancel()
+            self._link.close()
+            self._phase = "ended"
+            self._show()
+            self._watch_signals(False)
+        return INTERRUPTED if self._kill_asked else self._outcome()
+
+    async def _next(self) -> None:
+        """Wait for something to happen, a quarter of a second at most, and deal with it."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._wake.wait(), TICK_S)
+        self._wake.clear()
+        # Main roles first: the death of the controller explains that of the others.
+        for slot in sorted(self._slots, key=lambda slot: slot.role.purpose != "main"):
+            code = slot.child.exit_code() if slot.child is not None else None
+            if code is not None:
+                self._ended(slot, code)
+        for slot in self._slots:
+            if slot.state == "restarting" and time.monotonic() >= slot.restart_at and self._phase == "running":
+                self._start(slot)
+        self._show()
+
+    def _ended(self, slot: Slot, code: int) -> None:
+        assert slot.child is not None
+        lived = time.monotonic() - slot.child.started
+        slot.child.reap()
+        slot.child = None
+        slot.state, slot.code = "ended", code
+        (self._pids / slot.name).unlink(missing_ok=True)
+        self._note(f"{slot.name} {how_it_ended(code)} after {lived:.1f} s")
+        if slot.role.purpose == "main":
+            self._main_ended(slot, code)
+            return
+        if lived >= self._config.healthy_after_s:
+            slot.restarts = 0
+        report = asyncio.get_running_loop().create_task(self._service_ended(slot, code))
+        self._reports.add(report)
+        report.add_done_callback(self._reports.discard)
+
+    def _main_ended(self, slot: Slot, code: int) -> None:
+        if self._phase == "stopping" and slot.role.name != CONTROLLER:
+            return  # it was told to end
+        if code != 0 and self._code in (None, 0):
+            self._code = code if code > 0 else 1
+            if self._phase == "running" and code != Preempted.exit_code:
+                guilty, what = self._suspect or (slot, how_it_ended(code))
+                self._blame(guilty, what)
+        elif self._code is None and all(s.state == "ended" for s in self._slots if s.role.purpose == "main"):
+            self._code = 0
+        self._wake.set()
+
+    async def _service_ended(self, slot: Slot, code: int) -> None:
+        """Report it to the controller; if it was needed, start it again or end the run."""
+        can_restart = slot.role.restart == "on_failure" and slot.restarts < slot.role.max_restarts
+        what = how_it_ended(code) + (" although the run still needed it" if code == 0 else "")
+        if not can_restart and self._phase == "running" and self._code is None:
+            self._suspect = self._suspect or (slot, what)
+        event = RoleExited(slot.role.name, slot.replica, code, can_restart and self._phase == "running")
+        needed = await self._link.still_needed(event)
+        if needed is None:
+            await self._wait_for_main()
+        if self._suspect is not None and self._suspect[0] is slot and needed is False:
+            self._suspect = None
+        if needed is False or self._phase != "running" or self._code is not None:
+            return
+        if can_restart:
+            self._schedule_restart(slot)
+            return
+        times = f" (after {slot.restarts} restarts)" if slot.restarts else ""
+        self._code = 1
+        self._blame(slot, what + times)
+        self._wake.set()
+
+    async def _wait_for_main(self) -> None:
+        deadline = time.monotonic() + SETTLE_S
+        while time.monotonic() < deadline and self._code is None and self._phase == "running":
+            await asyncio.sleep(0.02)
+
+    def _schedule_restart(self, slot: Slot) -> None:
+        pause = min(self._config.backoff_s * 2**slot.restarts, LONGEST_BACKOFF_S)
+        slot.restarts += 1
+        slot.state, slot.restart_at = "restarting", time.monotonic() + pause
+        self._note(f"{slot.name}: restart {slot.restarts} of {slot.role.max_restarts} in {pause:g} s")
+        asyncio.get_running_loop().call_later(pause, self._wake.set)
+
+    # --- the end ------------------------------------------------------------------------------------------
+
+    async def _stop(self) -> None:
+        self._phase = "stopping"
+        for slot in self._slots:
+            if slot.state == "restarting":
+                slot.state = "ended"
+        leading = [slot for slot in self._slots if slot.role.name == CONTROLLER]
+        late = await self._terminate(leading, self._config.grace_s)
+        if late and not self._kill_asked:
+            self._code = self._code or 1
+            self._blame(late[0], f"did not stop within {self._config.grace_s:g} s and was killed")
+        await self._terminate([slot for slot in self._slots if slot not in leading], self._config.role_grace_s)
+
+    async def _terminate(self, slots: list[Slot], grace: float) -> list[Slot]:
+        """SIGTERM, `grace` seconds, SIGKILL. Returns those that had to be killed."""
+        for slot in slots:
+            if slot.child is not None:
+                slot.child.signal(signal.SIGTERM)
+        deadline = time.monotonic() + grace
+        while any(slot.child for slot in slots) and time.monotonic() < deadline and not self._kill_asked:
+            await self._next()
+        late = [slot for slot in slots if slot.child is not None]
+        for slot in late:
+            if slot.child is not None:
+                slot.child.signal(signal.SIGKILL)
+        while any(slot.child for slot in slots):
+            await self._next()
+        return late
+
+    def _kill_everything(self) -> None:
+        """What an orderly stop left; all of it when the launcher itself failed."""
+        for slot in self._slots:
+            if slot.child is not None:
+                slot.child.reap()
+                slot.child, slot.state = None, "ended"
+            (self._pids / slot.name).unlink(missing_ok=True)
+        (self._pids / "launcher").unlink(missing_ok=True)
+
+    def _outcome(self) -> int:
+        return self._code or 0
+
+    # --- signals ------------------------------------------------------------------------------------------
+
+    def _watch_signals(self, on: bool) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # nohup
+            with contextlib.suppress(ValueError, RuntimeError):  # not the main thread: no signals to be had
+                if on:
+                    loop.add_signal_handler(number, self._on_signal, number)
+                else:
+                    loop.remove_signal_handler(number)
+
+    def _on_signal(self, number: int) -> None:
+        again = self._stop_asked or self._phase != "running"
+        self._note(f"{signal.Signals(number).name} received" + (" again" if again else ""))
+        self._stop_asked = True
+        if again and number == signal.SIGINT:
+            self._kill_asked = True
+        self._wake.set()
+
+    # --- processes ----------------------------------------------------------------------------------------
+
+    def _start(self, slot: Slot) -> None:
+        role = slot.role
+        names = {"{run_dir}": str(self._run_dir.path.absolute()), "{replica}": str(slot.replica)}
+        argv = [_replace(argument, names) for argument in role.command]
+        environment = variables.environment(role, self._gpus[role.name, slot.replica], self._inherited)
+        environment[warden.VARIABLE] = self._mark
+        slot.child = Child(slot.name, argv, environment, self._run_dir.log(role.name, slot.replica))
+        slot.state, slot.code = "running", None
+        self._write_pid(slot.name, slot.child.pid)
+        self._note(f"{slot.name} started as pid {slot.child.pid}")
+        self._wake_when_it_ends(slot.child)
+
+    def _wake_when_it_ends(self, child: Child) -> None:
+        descriptor = child.pidfd()
+        if descriptor is None:
+            return
+        loop = asyncio.get_running_loop()
+
+        def ended() -> None:
+            loop.remove_reader(descriptor)
+            os.close(descriptor)
+            self._wake.set()
+
+        loop.add_reader(descriptor, ended)
+
+    def _start_warden(self) -> subprocess.Popen[bytes]:
+        self._pids.mkdir(parents=True, exist_ok=True)
+        for stale in self._pids.iterdir():
+            stale.unlink()
+        self._write_pid("launcher", os.getpid())
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", warden.__file__, self._mark],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def _close_warden(self, guard: subprocess.Popen[bytes]) -> None:
+        assert guard.stdin is not None
+        guard.stdin.close()
+        try:
+            done = guard.wait(timeout=10) == 0
+        except subprocess.TimeoutExpired:
+            guard.kill()
+            guard.wait()
+            done = False
+        if not done:
+            warden.sweep(self._mark)
+
+    def _write_pid(self, name: str, pid: int) -> None:
+        (self._pids / name).write_text(f"{pid}\n")
+
+    # --- what people see ----------------------------------------------------------------------------------
+
+    def _blame(self, slot: Slot, what: str) -> None:
+        if not self.cause:
+            self.cause = cause(slot.name, what, slot.code, _shown(self._run_dir.log(slot.role.name, slot.replica)))
+            self._note(self.cause)
+
+    def _note(self, line: str) -> None:
+        log = self._run_dir.log("launcher", 0)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("a") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
+
+    def _show(self) -> None:
+        if self._on_tick is None:
+            return
+        try:
+            self._on_tick(LaunchState(self._phase, [slot.view() for slot in self._slots], self.cause))
+        except Exception as error:
+            self._on_tick = None
+            self._note(f"the live display failed and is off: {type(error).__name__}: {error}")
+
+
+def _replace(argument: str, names: dict[str, str]) -> str:
+    for name, value in names.items():
+        argument = argument.replace(name, value)
+    return argument
+
+
+def _shown(path: Path) -> Path:
+    """Relative to where the user is, when that is shorter."""
+    with contextlib.suppress(ValueError):
+        return path.absolute().relative_to(Path.cwd())
+    return path

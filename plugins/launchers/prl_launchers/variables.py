@@ -1,0 +1,63 @@
+"""What a child process finds in its environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from prl.plan import SAFE_VARIABLES, Plan, Role
+
+THREAD_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "NUMEXPR_NUM_THREADS",
+    "VECLIB_MAXIMUM_THREADS",
+    "RAYON_NUM_THREADS",
+)
+
+
+def environment(role: Role, gpus: Sequence[str] | None, inherited: Mapping[str, str]) -> dict[str, str]:
+    """The variables of one process of a role.
+
+    Args:
+        gpus: what it sees as CUDA_VISIBLE_DEVICES; None leaves that alone.
+        inherited: the launcher's own environment, of which a `clean_env` role gets `SAFE_VARIABLES` only.
+    """
+    variables = {name: value for name, value in inherited.items() if not role.clean_env or name in SAFE_VARIABLES}
+    variables["PYTHONUNBUFFERED"] = "1"
+    if role.resources.threads:
+        variables |= dict.fromkeys(THREAD_VARIABLES, str(role.resources.threads))
+    if gpus is not None:
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    return variables | role.env
+
+
+def visible_gpus(inherited: Mapping[str, str], devices: Path = Path("/dev")) -> list[str]:
+    """The NVIDIA GPUs this launcher may give away, as CUDA names them."""
+    chosen = inherited.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return [name.strip() for name in chosen.split(",") if name.strip() not in ("", "-1", "NoDevFiles")]
+    return [str(index) for index in range(sum(path.name[6:].isdigit() for path in devices.glob("nvidia[0-9]*")))]
+
+
+def assign_gpus(plan: Plan, available: Sequence[str]) -> dict[tuple[str, int], list[str] | None]:
+    """GPUs of every (role, replica), handed out in the plan's order. Where there are too few they are shared, round
+    robin: on a machine with one GPU, engine and trainer both use it. Without any, every role is left on the CPU.
+    """
+    assigned: dict[tuple[str, int], list[str] | None] = {}
+    position = 0
+    for role in plan.roles:
+        wanted = min(role.resources.gpus, len(available))
+        for replica in range(role.replicas):
+            if not wanted:
+                assigned[role.name, replica] = None
+                continue
+            assigned[role.name, replica] = [available[(position + i) % len(available)] for i in range(wanted)]
+            position += wanted
+    return assigned
+
+
+def current() -> dict[str, str]:
+    return dict(os.environ)

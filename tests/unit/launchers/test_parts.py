@@ -1,0 +1,97 @@
+"""What a child finds in its environment, and the line that names a failure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from prl.plan import Plan, Resources, Role
+from prl_launchers.causes import HEADER, cause, how_it_ended, last_error
+from prl_launchers.variables import assign_gpus, environment, visible_gpus
+
+SECRETS = {"HF_TOKEN": "x", "WANDB_API_KEY": "y", "AWS_SECRET_ACCESS_KEY": "z", "PATH": "/bin", "LANG": "C"}
+
+
+def test_a_clean_environment_has_no_secret_and_the_rest_of_a_plan_has_all() -> None:
+    clean = environment(Role("env-a", ("x",), clean_env=True, env={"MINE": "1"}), None, SECRETS)
+    assert set(clean) == {"PATH", "LANG", "PYTHONUNBUFFERED", "MINE"}
+    assert environment(Role("engine", ("x",)), None, SECRETS)["HF_TOKEN"] == "x"
+
+
+def test_threads_reach_every_numeric_library() -> None:
+    variables = environment(Role("engine", ("x",), resources=Resources(threads=3)), None, {"OMP_NUM_THREADS": "64"})
+    assert {variables["OMP_NUM_THREADS"], variables["MKL_NUM_THREADS"], variables["RAYON_NUM_THREADS"]} == {"3"}
+    assert "OMP_NUM_THREADS" not in environment(Role("engine", ("x",)), None, {})
+
+
+def gpus(available: list[str], *wanted: tuple[str, int, int]) -> dict[tuple[str, int], list[str] | None]:
+    roles = tuple(Role(name, ("x",), replicas=n, resources=Resources(gpus=k)) for name, n, k in wanted)
+    return assign_gpus(Plan("r", "/r", roles), available)
+
+
+def test_gpus_are_given_out_in_order() -> None:
+    given = gpus(["0", "1", "2", "3"], ("controller", 1, 0), ("engine", 2, 1), ("trainer", 1, 2))
+    assert given == {
+        ("controller", 0): None,
+        ("engine", 0): ["0"],
+        ("engine", 1): ["1"],
+        ("trainer", 0): ["2", "3"],
+    }
+
+
+def test_too_few_gpus_are_shared_and_none_leaves_roles_alone() -> None:
+    assert gpus(["5"], ("engine", 1, 1), ("trainer", 1, 2)) == {("engine", 0): ["5"], ("trainer", 0): ["5"]}
+    assert gpus([], ("engine", 1, 1)) == {("engine", 0): None}
+
+
+def test_visible_gpus(tmp_path: Path) -> None:
+    for name in ("nvidia0", "nvidia3", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert visible_gpus({}, tmp_path) == ["0", "1"]
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "2, GPU-ab"}, tmp_path) == ["2", "GPU-ab"]
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == []
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}, tmp_path) == []
+
+
+def log_with(tmp_path: Path, *lines: str) -> Path:
+    path = tmp_path / "x.log"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_the_last_error_is_the_exception_of_the_last_start(tmp_path: Path) -> None:
+    log = log_with(
+        tmp_path,
+        HEADER + "one",
+        "ValueError: of the first start",
+        HEADER + "two",
+        "loading",
+        "Traceback (most recent call last):",
+        '  File "x.py", line 1, in f',
+        "torch.OutOfMemoryError: no memory",
+        "bye",
+    )
+    assert last_error(log) == "torch.OutOfMemoryError: no memory"
+
+
+def test_a_logged_error_is_quoted_without_time_and_level(tmp_path: Path) -> None:
+    log = log_with(tmp_path, "2026-01-02 03:04:05,678 ERROR prl.role: no file", "2026-01-02 03:04:06,1 INFO x: end")
+    assert last_error(log) == "prl.role: no file"
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"), [(["only words", ""], "only words"), ([HEADER + "x"], ""), (["a" * 900], "a" * 397 + "...")]
+)
+def test_without_an_error_the_last_line_is_quoted(tmp_path: Path, lines: list[str], expected: str) -> None:
+    assert last_error(log_with(tmp_path, *lines)) == expected
+    assert last_error(tmp_path / "missing.log") == ""
+
+
+def test_a_killed_process_is_not_quoted(tmp_path: Path) -> None:
+    log = log_with(tmp_path, "ValueError: long ago, and handled")
+    assert cause("engine-0", how_it_ended(-9), -9, log) == (
+        f"engine-0 was killed by SIGKILL (the kernel does this when memory runs out); see {log}"
+    )
+    assert "long ago" in cause("engine-0", how_it_ended(1), 1, log)
+    assert how_it_ended(-64) == "was killed by SIGRTMAX"
