@@ -1,0 +1,167 @@
+"""One agent's conversation: its messages and, behind them, the exact tokens.
+
+A conversation is a line of turns. Each turn extends the current segment by the tokens of new messages (context) and the
+tokens an engine sampled; text is never made into tokens that were sampled before. Where the line breaks (history was
+edited, the template rewrote it, the temperature changed) another segment starts: a fork.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from prl.errors import EpisodeFailed
+from prl.messages import Generation
+from prl.types import Message, SampleBody, SampleHeader, Sampling, Turn
+from prl_gateway.render import Prompt, Renderer
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Tokens:
+    """One segment as it grows. `logprobs` and `versions` are of the sampled tokens only, which `runs` locates."""
+
+    __slots__ = ("ids", "logprobs", "runs", "temperature", "versions")
+
+    def __init__(self, temperature: float) -> None:
+        self.temperature = temperature
+        self.ids: list[int] = []
+        self.runs: list[tuple[int, int]] = []
+        self.logprobs: list[float] = []
+        self.versions: list[int] = []
+
+    def append(self, context: Sequence[int], generation: Generation) -> None:
+        self.ids += context
+        self.runs.append((len(self.ids), len(generation.token_ids)))
+        self.ids += generation.token_ids
+        self.logprobs += generation.logprobs
+        self.versions += generation.versions
+
+    def header(self) -> SampleHeader:
+        return SampleHeader(
+            len(self.ids), tuple(self.runs), min(self.versions), max(self.versions), self.temperature
+        )
+
+    def body(self) -> bytes:
+        """The encoded `SampleBody`: little-endian arrays over all T tokens."""
+        length = len(self.ids)
+        sampled = bytearray(length)
+        logprobs = array("f", bytes(4 * length))
+        versions = array("i", b"\xff" * (4 * length))  # -1 where not sampled
+        used = 0
+        for start, count in self.runs:
+            end = start + count
+            sampled[start:end] = b"\x01" * count
+            logprobs[start:end] = array("f", self.logprobs[used : used + count])
+            versions[start:end] = array("i", self.versions[used : used + count])
+            used += count
+        ids = array("i", self.ids)
+        return _encode(SampleBody(ids.tobytes(), bytes(sampled), logprobs.tobytes(), versions.tobytes()))
+
+
+class Mark(NamedTuple):
+    """After a turn: how many messages there were, the text before its answer, where its tokens end."""
+
+    num_messages: int
+    text: str
+    segment: Tokens
+    end: int
+
+
+class Pending(NamedTuple):
+    """A turn that is being sampled. Nothing of the conversation changes until it has been."""
+
+    messages: list[Message]
+    prompt_ids: list[int]
+    context: Sequence[int]
+    text: str
+    base: Tokens | None
+    """The segment that goes on; None starts another one with `prompt_ids` as context."""
+    kept: int
+    """Marks that stay valid."""
+    temperature: float
+
+
+class Conversation:
+    """See the module. `forks` counts the segments that started because the line broke."""
+
+    __slots__ = ("engine", "forks", "marks", "messages", "segments", "waiting")
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self.segments: list[Tokens] = []
+        self.marks: list[Mark] = []
+        self.forks = 0
+        self.waiting = False
+        self.engine: Any = None
+
+    def prepare(
+        self,
+        keep: int,
+        new: Sequence[Message],
+        sampling: Sampling,
+        renderer: Renderer,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> Pending:
+        """The prompt of the next turn after the first `keep` messages and `new`.
+
+        Raises:
+            EpisodeFailed: there are fewer messages than `keep`, or the template refuses them.
+        """
+        if keep > len(self.messages):
+            raise EpisodeFailed(
+                "lost_conversation",
+                f"the conversation is said to have {keep} messages and the gateway holds {len(self.messages)}: it was "
+                "restarted, or the episode was collected already",
+                retryable=True,
+            )
+        messages = [*self.messages[:keep], *new]
+        temperature = sampling.temperature or 1.0  # greedy log-probabilities are at temperature 1
+        kept = len(self.marks)
+        while kept and self.marks[kept - 1].num_messages > keep:
+            kept -= 1
+        if kept:
+            mark = self.marks[kept - 1]
+            prompt = renderer.extend(mark.text, messages, mark.num_messages - 1, tools)
+            if prompt is not None:
+                return self._continued(mark, prompt, messages, renderer.end_of_turn, kept, temperature)
+        prompt = renderer.start(messages, tools)
+        return Pending(messages, prompt.token_ids, (), prompt.text, None, 0, temperature)
+
+    def _continued(
+        self,
+        mark: Mark,
+        prompt: Prompt,
+        messages: list[Message],
+        end_of_turn: int | None,
+        kept: int,
+        temperature: float,
+    ) -> Pending:
+        before = mark.segment.ids if mark.end == len(mark.segment.ids) else mark.segment.ids[: mark.end]
+        context = prompt.token_ids
+        # The template ends the assistant's turn; so did the model, unless it was cut off or ended otherwise.
+        if context and context[0] == end_of_turn and before[-1] == end_of_turn:
+            context = context[1:]
+        goes_on = mark.segment is self.segments[-1] and mark.end == len(mark.segment.ids)
+        base = mark.segment if goes_on and temperature == mark.segment.temperature else None
+        return Pending(messages, before + context, context, prompt.text, base, kept, temperature)
+
+    def commit(self, pending: Pending, generation: Generation, renderer: Renderer) -> Turn:
+        """Append what was sampled and return the assistant's turn."""
+        segment = pending.base
+        context = pending.context
+        if segment is None:
+            self.forks += bool(self.segments)
+            segment, context = Tokens(pending.temperature), pending.prompt_ids
+            self.segments.append(segment)
+        segment.append(context, generation)
+        words = generation.token_ids
+        if generation.stop_reason == "stop" and words[-1] in renderer.stop_token_ids:
+            words = words[:-1]
+        message = Message("assistant", renderer.decode(words))
+        self.messages = [*pending.messages, message]
+        self.marks[pending.kept :] = [Mark(len(self.messages), pending.text, segment, len(segment.ids))]
+        return Turn(message, generation.stop_reason, len(generation.token_ids), len(pending.prompt_ids))
