@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from prl.errors import RunFailed
 from prl.loop.groups import Group, Sample
 from prl.loop.schedule import select
 from prl.loop.state import Batch, LoopState
@@ -59,7 +58,7 @@ class Batcher:
         if not samples:
             self._skip(groups)
         else:
-            state.empty_batches = 0
+            state.barren = 0
             state.batches = step
             state.formed.append(self._build(step, groups, samples))
         state.progress = asyncio.get_running_loop().time()
@@ -88,19 +87,12 @@ class Batcher:
         """A batch in which every reward equals its group's: there is nothing to train, and it is no step.
 
         Raises:
-            RunFailed: it happened `loop.max_empty_batches` times in a row.
+            RunFailed: it happens too often (`LoopState.count_barren`).
         """
         state = self._state
         for group in groups:
             state.discard(group, "no_signal", redraw=False)
-        state.empty_batches += 1
-        limit = state.config.loop.max_empty_batches
-        if state.empty_batches >= limit:
-            raise RunFailed(
-                f"no sample of {limit} batches in a row carried any signal (limit loop.max_empty_batches = {limit}): within "
-                "every group all rewards were equal. The tasks are too hard or too easy for this model, or the reward "
-                "function returns a constant"
-            )
+        state.count_barren(len(groups))
 
     def _build(self, step: int, groups: list[Group], samples: list[Sample]) -> Batch:
         state = self._state

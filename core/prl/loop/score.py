@@ -33,6 +33,7 @@ class Scorer:
         state = self._state
         if len(group.outcomes) < max(1, min(state.algorithm.min_members, group.size)):
             state.discard(group, "incomplete_group", redraw=True)
+            state.count_barren(1)
             return
         outcomes = [group.outcomes[index] for index in sorted(group.outcomes)]
         credits = state.algorithm.credit([GroupMember(o.episode_id, o.rollouts, o.metrics) for o in outcomes])

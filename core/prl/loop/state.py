@@ -84,7 +84,7 @@ class LoopState:
     batches: int = 0  # batch: batches formed so far; batch b trains version b-1 into b
     version: int = 0  # train: the trainer's policy version = steps done
     training: Batch | None = None  # train
-    empty_batches: int = 0  # batch: in a row
+    barren: int = 0  # groups in a row that brought nothing to train; batch sets it back
     admission_closed: bool = False  # publish, while a synchronous evaluation runs
     paused: bool = False  # control
     stopping: bool = False  # control: finish the step in progress, save, end
@@ -149,6 +149,23 @@ class LoopState:
         if redraw and group.redraws < self.config.loop.max_redraws:
             self.tasks.put_back(group.env, group.task, group.redraws + 1)
         self.signal.notify()
+
+    def count_barren(self, groups: int) -> None:
+        """Watch for a run that goes on without training anything.
+
+        Raises:
+            RunFailed: so many groups in a row as make up `loop.max_empty_batches` batches brought no signal.
+        """
+        loop = self.config.loop
+        self.barren += groups
+        if self.barren >= loop.max_empty_batches * loop.groups_per_step:
+            dropped = ", ".join(f"{reason} {count}" for reason, count in self.ledger.dropped.most_common(3))
+            raise RunFailed(
+                f"{self.barren} groups in a row, {loop.max_empty_batches} batches in a row (limit loop.max_empty_batches), "
+                f"carried no signal; episodes dropped so far: {dropped}. With no_signal, all rewards within every group "
+                "were equal: the tasks are too hard or too easy for this model, or the reward function returns a "
+                "constant. With incomplete_group, too many episodes failed"
+            )
 
     def count_result(self, failed: bool) -> None:
         """Watch the share of failures over the last `failure_window` episodes.

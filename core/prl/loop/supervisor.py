@@ -100,7 +100,7 @@ class Loop:
         """Say who waits for whom when nothing has moved for `loop.stuck_after_s`."""
         state = self.state
         limit = state.config.loop.stuck_after_s
-        reported = 0.0
+        reported = -1.0
         while True:
             await asyncio.sleep(limit / 4)
             idle = asyncio.get_running_loop().time() - state.progress

@@ -1,0 +1,185 @@
+"""The wire: typed calls both ways, a token on every message, and no wait that outlives its peer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import msgspec
+import pytest
+import zmq
+
+from prl import faults
+from prl.errors import EpisodeFailed, WeightsError, WireError
+from prl.messages import NOTHING, CollectRequest, Method, Nothing
+from prl.wire import Client, Head, Peer, Server
+
+ECHO = Method("echo", CollectRequest, list[int])
+FAIL = Method("fail", Nothing, Nothing)
+HANG = Method("hang", Nothing, Nothing)
+TOKEN = "a" * 64
+
+
+async def echo(peer: Peer, request: CollectRequest) -> list[int]:
+    await asyncio.sleep(0)
+    return request.episode_ids
+
+
+def test_both_sides_may_call() -> None:
+    async def main() -> None:
+        peers: list[Peer] = []
+        server = Server(TOKEN, {ECHO: echo}, on_peer=peers.append)
+        client = Client(server.start(), TOKEN, {ECHO: lambda peer, request: request.episode_ids[::-1]})
+        assert await client.call(ECHO, CollectRequest([1, 2]), timeout=5) == [1, 2]
+        assert await peers[0].call(ECHO, CollectRequest([1, 2]), timeout=5) == [2, 1]
+        client.close()
+        server.close()
+
+    asyncio.run(main())
+
+
+def test_a_thousand_calls_at_once_get_their_own_answers() -> None:
+    async def main() -> None:
+        server = Server(TOKEN, {ECHO: echo})
+        client = Client(server.start(), TOKEN)
+        calls = [client.call(ECHO, CollectRequest([i] * (i % 50)), timeout=20) for i in range(1000)]
+        assert await asyncio.gather(*calls) == [[i] * (i % 50) for i in range(1000)]
+        client.close()
+        server.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected", "text"),
+    [
+        (EpisodeFailed("engine_nan", "NaN at token 3", retryable=True), EpisodeFailed, "NaN at token 3"),
+        (WeightsError("checksum of model.safetensors"), WeightsError, "checksum of model.safetensors"),
+        (ValueError("a bug"), WireError, "ValueError: a bug"),
+    ],
+)
+def test_errors_arrive_as_what_they_are(raised: Exception, expected: type[Exception], text: str) -> None:
+    async def fail(peer: Peer, request: Nothing) -> Nothing:
+        raise raised
+
+    async def main() -> None:
+        logging.disable(logging.ERROR)
+        server = Server(TOKEN, {FAIL: fail})
+        client = Client(server.start(), TOKEN)
+        with pytest.raises(expected, match=text) as caught:
+            await client.call(FAIL, NOTHING, timeout=5)
+        if isinstance(raised, EpisodeFailed):
+            assert caught.value.reason == "engine_nan" and caught.value.retryable  # type: ignore[attr-defined]
+        client.close()
+        server.close()
+        logging.disable(logging.NOTSET)
+
+    asyncio.run(main())
+
+
+def test_a_wrong_token_is_never_answered() -> None:
+    served = []
+
+    async def main() -> None:
+        server = Server(TOKEN, {ECHO: lambda peer, request: served.append(1) or []})
+        stranger = Client(server.start(), "b" * 64)
+        with pytest.raises(WireError, match=r"did not answer within 0.2 s"):
+            await stranger.call(ECHO, CollectRequest([1]), timeout=0.2)
+        assert not served and not server.peers
+        stranger.close()
+        server.close()
+
+    asyncio.run(main())
+
+
+def test_garbage_and_pickles_are_refused_and_the_server_lives(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        server = Server(TOKEN, {ECHO: echo})
+        address = server.start()
+        raw = zmq.Context.instance().socket(zmq.DEALER)
+        raw.connect(address)
+        pickled = b"\x80\x04\x95\x1d\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94\x8c\x06system\x94\x93\x94\x8c\x02id\x94\x85\x94R\x94."
+        newer = msgspec.msgpack.encode(Head(99, 0, 1, "echo"))
+        for frames in ([b""], [pickled], [TOKEN.encode(), pickled, pickled], [TOKEN.encode(), newer, b""]):
+            raw.send_multipart(frames)
+        client = Client(address, TOKEN)
+        assert await client.call(ECHO, CollectRequest([7]), timeout=5) == [7]
+        raw.close(0)
+        client.close()
+        server.close()
+
+    asyncio.run(main())
+    assert "schema 99" in caplog.text
+
+
+def test_a_wrong_payload_is_an_error_of_that_call_only() -> None:
+    async def main() -> None:
+        logging.disable(logging.ERROR)
+        wrong = Method("echo", Nothing, list[int])
+        server = Server(TOKEN, {ECHO: echo})
+        client = Client(server.start(), TOKEN)
+        with pytest.raises(WireError, match=r"echo"):
+            await client.call(wrong, NOTHING, timeout=5)
+        assert await client.call(ECHO, CollectRequest([7]), timeout=5) == [7]
+        client.close()
+        server.close()
+        logging.disable(logging.NOTSET)
+
+    asyncio.run(main())
+
+
+def test_calls_fail_at_once_when_the_server_goes() -> None:
+    async def hang(peer: Peer, request: Nothing) -> Nothing:
+        await asyncio.sleep(60)
+        return NOTHING
+
+    async def main() -> float:
+        lost = []
+        server = Server(TOKEN, {HANG: hang})
+        client = Client(server.start(), TOKEN, on_lost=lambda: lost.append(1))
+        call = asyncio.create_task(client.call(HANG, NOTHING, timeout=30))
+        await asyncio.sleep(0.1)
+        started = asyncio.get_running_loop().time()
+        server.close()
+        with pytest.raises(WireError, match=r"the connection is lost"):
+            await call
+        assert lost == [1]
+        with pytest.raises(WireError, match=r"is gone"):
+            await client.call(HANG, NOTHING, timeout=30)
+        client.close()
+        return asyncio.get_running_loop().time() - started
+
+    assert asyncio.run(main()) < 2
+
+
+def test_calls_to_a_dropped_peer_fail_with_the_reason() -> None:
+    async def main() -> None:
+        peers: list[Peer] = []
+        server = Server(TOKEN, {ECHO: echo}, on_peer=peers.append)
+        client = Client(server.start(), TOKEN, {HANG: lambda peer, request: asyncio.sleep(60)})
+        await client.call(ECHO, CollectRequest([]), timeout=5)
+        call = asyncio.create_task(peers[0].call(HANG, NOTHING, timeout=60))
+        await asyncio.sleep(0.05)
+        server.drop(peers[0], "its process ended (exit code 3)")
+        with pytest.raises(WireError, match=r"exit code 3"):
+            await call
+        client.close()
+        server.close()
+
+    asyncio.run(main())
+
+
+def test_a_lost_message_is_a_timeout_with_a_name() -> None:
+    async def main() -> None:
+        server = Server(TOKEN, {ECHO: echo})
+        client = Client(server.start(), TOKEN)
+        faults.install("any", plan=[faults.Fault("*", "wire.send", "drop", at=2, only="echo")])
+        assert await client.call(ECHO, CollectRequest([1]), timeout=0.2) is not None or True
+        client.close()
+        server.close()
+
+    try:
+        with pytest.raises(WireError, match=r"echo: server did not answer within 0.2 s"):
+            asyncio.run(main())
+    finally:
+        faults.install("any", plan=[])
