@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
+from pydantic_core import PydanticCustomError
 
 API_VERSION = 1
 """The plugin interface of this core. A contribution built for another one is listed and refused where used."""
@@ -45,6 +46,11 @@ class PluginConfig(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True, ser_json_inf_nan="constants"
     )
+
+
+def wrong(key: str, message: str) -> PydanticCustomError:
+    """An error for a validator to raise when it knows which key of its table, "a.0.b", should be changed."""
+    return PydanticCustomError("prl", "{message}", {"key": key, "message": message})
 
 
 class NoConfig(PluginConfig):

@@ -1,20 +1,20 @@
 """Every exception that prl raises on purpose.
 
 PrlError
-├── UsageError            what the user asked for is wrong            exit code 2
-│   ├── ConfigError       a configuration, with every problem at once
-│   └── PluginError       a plugin cannot be used, because it is
-│       ├── PluginMissing     not installed
-│       ├── PluginConflict    claimed by two distributions
-│       ├── PluginBroken      impossible to import, or not what it should be
-│       └── PluginApiMismatch written for another version of the plugin interface
-├── EnvironmentNotFit     this machine cannot do it (doctor explains) exit code 3
-├── RunFailed             the run started and could not go on         exit code 1
-├── Preempted             stopped by its host; resuming continues it  exit code 75
-├── EpisodeFailed         one episode failed; the run goes on
-├── WireError             a message could not be delivered or answered
-├── StoreError            a file of the run directory cannot be read or written
-└── WeightsError          weights are incomplete, corrupted, or refused by the probes
+|-- UsageError            what the user asked for is wrong            exit code 2
+|   |-- ConfigError       a configuration, with every problem at once
+|   `-- PluginError       a plugin cannot be used, because it is
+|       |-- PluginMissing     not installed
+|       |-- PluginConflict    claimed by two distributions
+|       |-- PluginBroken      impossible to import, or not what it should be
+|       `-- PluginApiMismatch written for another version of the plugin interface
+|-- EnvironmentNotFit     this machine cannot do it (doctor explains) exit code 3
+|-- RunFailed             the run started and could not go on         exit code 1
+|-- Preempted             stopped by its host; resuming continues it  exit code 75
+|-- EpisodeFailed         one episode failed; the run goes on
+|-- WireError             a message could not be delivered or answered
+|-- StoreError            a file of the run directory cannot be read or written
+`-- WeightsError          weights are incomplete, corrupted, or refused by the probes
 
 A message says what is wrong, the value, the limit, and the remedy.
 """

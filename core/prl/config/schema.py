@@ -10,17 +10,11 @@ from __future__ import annotations
 from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
 
-from prl.contribution import PluginConfig
+from prl.contribution import PluginConfig, wrong
 from prl.faults import Fault
 
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
-
-
-def wrong(key: str, message: str) -> PydanticCustomError:
-    """An error for a validator to raise when it knows which key of its table, "a.0.b", should be changed."""
-    return PydanticCustomError("prl", "{message}", {"key": key, "message": message})
 
 
 class Table(BaseModel):

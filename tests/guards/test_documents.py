@@ -1,0 +1,72 @@
+"""Documents and shipped configurations speak of what exists."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from prl import hookspecs
+from prl.config.load import load_config
+from prl.config.problems import everywhere
+from prl.config.schema import RunConfig, SftConfig
+
+HOOKS = sorted(name for name in vars(hookspecs) if name.startswith("prl_"))
+
+
+def configurations(root: Path) -> list[Path]:
+    """Every TOML that a reader is meant to start a run with."""
+    found = [*root.glob("examples/**/*.toml"), *root.glob("cli/prl_cli/templates/*.toml")]
+    return sorted(path for path in found if path.name != "pyproject.toml" and not {"runs", ".venv"} & set(path.parts))
+
+
+def test_shipped_configurations_are_valid(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of `examples/plugins` need a plugin that is not installed here; their own test uses them."""
+    monkeypatch.chdir(root)
+    found = [path for path in configurations(root) if "plugins" not in path.parts]
+    assert found
+    for path in found:
+        schema = SftConfig if "data" in tomllib.loads(path.read_text()) else RunConfig
+        load_config([path], schema=schema, checks=False)
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_every_hook_is_documented_with_its_signature_and_tested(hook: str, root: Path) -> None:
+    signature = ", ".join(inspect.signature(getattr(hookspecs, hook)).parameters)
+    assert f"### `{hook}({signature})`" in (root / "docs" / "hooks.md").read_text()
+    tests = [path.read_text() for path in (root / "tests").rglob("test_*.py") if path.name != Path(__file__).name]
+    assert any(hook in text for text in tests), f"no test uses {hook}"
+
+
+def test_the_configuration_page_names_every_key(root: Path) -> None:
+    text = (root / "docs" / "config.md").read_text()
+    missing = [".".join(map(str, path)) for path in everywhere(RunConfig) if f"`{path[-1]}`" not in text]
+    assert not missing, f"docs/config.md says nothing of {missing}"
+
+
+def test_links_between_documents_resolve(root: Path) -> None:
+    broken = []
+    for page in [
+        *root.glob("*.md"),
+        *root.glob("docs/**/*.md"),
+        *root.glob("examples/**/*.md"),
+        *root.glob("*/README.md"),
+    ]:
+        for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):
+            if "://" not in target and not (page.parent / target).exists():
+                broken.append(f"{page.relative_to(root)}: {target}")
+    assert not broken, "\n".join(broken)
+
+
+def test_configurations_shown_in_documents_are_valid(root: Path) -> None:
+    """A TOML block that sets a whole run, recognised by its [model], must be one."""
+    for page in [*root.glob("docs/**/*.md"), root / "README.md"]:
+        if not page.exists():
+            continue
+        for block in re.findall(r"```toml\n(.*?)```", page.read_text(), re.DOTALL):
+            data = tomllib.loads(block)
+            if "model" in data and "envs" in data and all("./" not in env["use"] for env in data["envs"]):
+                RunConfig.model_validate(data)
