@@ -2,8 +2,8 @@
 
     L = sum_t -w_t * log pi(t) / N,      w = ce_weights, N = denominators["ce"]
 
-With N the number of weighted tokens of the whole step this is the token mean; other denominators give the other
-aggregations.
+N is the sum of the weights over the whole step: with weight 1 this is the token mean, and other weights give the other
+aggregations (1/length: the mean over sequences).
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ For a trained token with advantage A, trainer probability pi, sampler probabilit
   gradient.
 * The regulariser is the k2 estimator of the divergence up to its factor 1/2 (Schulman 2020, "Approximating KL
   Divergence"), in the place it has in Kimi k1.5 (arXiv 2501.12599, section 2.3.2). It holds for dropped tokens too.
-* Denominators are counts of the whole step: with "rl" the number of its trained tokens, the loss is a token mean.
+* Denominators are sums of the component's weights over the whole step: with weight 1 on every trained token, the loss
+  is a token mean.
 
 Numerics: log r is clamped to +-20 against overflow alone; e^20 = 4.9e8 keeps even the square of a gradient norm inside
 float32 (3e38). Past it the gradient is zero, for ratio and regulariser alike; no healthy run comes near.

@@ -34,7 +34,7 @@ def it_returns_a_finite_scalar_with_a_gradient(make: Make) -> None:
         assert isinstance(out, LossOutputs), f"it returned a {type(out).__name__}, not a prl.loss.LossOutputs"
         assert out.loss.ndim == 0, f"the loss has the shape {list(out.loss.shape)}, a scalar is expected"
         gradient = _gradient(out, inputs)
-        assert math.isfinite(float(out.loss)), f"the loss is {float(out.loss)}"
+        assert math.isfinite(out.loss.item()), f"the loss is {out.loss.item()}"
         assert bool(gradient.isfinite().all()), "the gradient is not finite"
         assert bool(gradient.any()), "the gradient is zero everywhere, though tokens have weights and advantages"
 
@@ -88,9 +88,9 @@ def denominators_divide(make: Make) -> None:
 
 def it_is_finite_at_extremes(make: Make) -> None:
     """Trainer and sampler that disagree by hundreds of nats, in float32: no overflow, no nan."""
-    import_torch = _torch()
+    torch = _torch()
     loss = make()
-    for inputs in _accepted(loss, dtype=import_torch.float32):
+    for inputs in _accepted(loss, dtype=torch.float32):
         for shift in (-500.0, 0.0, 500.0):
             sampler = (inputs.sampler_logprobs + shift).clamp(max=0.0).where(inputs.sampled, inputs.sampler_logprobs)
             logprobs = (inputs.logprobs.detach() - shift).clamp(max=0.0).requires_grad_()
