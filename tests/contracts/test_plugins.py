@@ -1,4 +1,4 @@
-"""Every installed plugin of ours keeps the contract of its kind, through the same door as anyone's: `contracts.check`."""
+"""Every installed plugin of ours keeps the contract of its kind, through anyone's door: `contracts.check`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from prl.contribution import KINDS
 from prl.testing import contracts
 
 OURS = [
-    (kind, name) for kind in KINDS for name, entry in registry.names(kind).items() if entry.distribution.startswith("prl-")
+    (kind, name)
+    for kind in KINDS
+    for name, entry in registry.names(kind).items()
+    if entry.distribution.startswith("prl-")
 ]
 
 
@@ -21,8 +24,12 @@ def settings(kind: str, name: str, folder: Path) -> dict[str, Any] | None:
     if (kind, name) == ("channels", "filesystem"):
         return {"visibility_s": 0.05}
     if (kind, name) == ("envs", "jsonl"):
-        (folder / "tasks.jsonl").write_text("".join(f'{{"prompt": "What is {n} + 1?", "answer": "{n + 1}"}}\n' for n in range(90)))
-        (folder / "reward.py").write_text("def score(task, text):\n    return float(text.strip() == task.data['answer'])\n")
+        (folder / "tasks.jsonl").write_text(
+            "".join(f'{{"prompt": "What is {n} + 1?", "answer": "{n + 1}"}}\n' for n in range(90))
+        )
+        (folder / "reward.py").write_text(
+            "def score(task, text):\n    return float(text.strip() == task.data['answer'])\n"
+        )
         return {"path": str(folder / "tasks.jsonl"), "reward": f"{folder / 'reward.py'}:score"}
     return None
 

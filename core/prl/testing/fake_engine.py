@@ -1,4 +1,4 @@
-"""A fake engine: a bigram model in numpy behind the `EngineClient` protocol. No process, no torch, virtual time or real.
+"""A fake engine: a bigram model in numpy behind the `EngineClient` protocol, on virtual time or real.
 
 Its logits are random numbers drawn from (version, previous token), so that log-probabilities change with every install
 and can be recomputed by a test: `FakeEngine.logprobs`.

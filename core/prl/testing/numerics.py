@@ -94,21 +94,30 @@ def random_tensors(seed: int = 0) -> dict[str, Tensor]:
     }
 
 
+def gradient(value: Tensor, wrt: Tensor) -> Tensor:
+    """d value / d wrt; zeros where `value` does not depend on it."""
+    if not value.requires_grad:
+        return torch.zeros_like(wrt)
+    (result,) = torch.autograd.grad(value, wrt, allow_unused=True, materialize_grads=True, retain_graph=True)
+    return result
+
+
 def loss_row(
     seed: int = 0,
     lengths: Sequence[int] = (7, 5, 9),
     *,
     components: Sequence[str] = ("rl",),
-    dtype: torch.dtype = torch.float64,
+    double: bool = True,
     drift: float = 0.1,
 ) -> LossInputs:
     """A packed row of documents of `lengths` tokens as a trainer would make it: a prompt, then sampled tokens.
 
     Args:
         components: those with weights and a denominator. `ce` weighs prompts, the others sampled tokens.
+        double: float64, in which sums agree whatever their order; float32 is what a trainer uses.
         drift: how far log-probabilities of trainer and sampler differ, in nats.
     """
-    total = sum(lengths)
+    total, dtype = sum(lengths), torch.float64 if double else torch.float32
     random = torch.Generator().manual_seed(seed)
 
     def uniform() -> Tensor:

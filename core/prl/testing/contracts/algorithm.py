@@ -137,7 +137,7 @@ def _rollout(
 def _check_stream(name: str, stream: Runs, header: SampleHeader) -> None:
     covered = sum(length for length, _ in stream)
     assert covered in (0, header.num_tokens), (
-        f"the stream {name!r} covers {covered} tokens of a sample of {header.num_tokens}; it must cover all, or be empty"
+        f"the stream {name!r} covers {covered} tokens of a sample of {header.num_tokens}: it must cover all, or none"
     )
     for length, value in stream:
         assert length > 0, f"the stream {name!r} has a run of {length} tokens"

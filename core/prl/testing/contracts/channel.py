@@ -1,4 +1,4 @@
-"""The contract of a weight channel: exactly what was sent arrives, or an error does; nothing goes before it is released.
+"""The contract of a weight channel: exactly what was sent arrives, or an error does; nothing goes before its release.
 
 Torch comes in through `prl.testing.numerics`, so this module can be imported without it. A channel that needs devices
 this machine lacks raises `prl.errors.EnvironmentNotFit` when its sender or receiver is made; its checks are skipped.

@@ -94,9 +94,8 @@ async def a_cancelled_request_leaves_nothing_behind(client: EngineClient) -> Non
     await asyncio.gather(*running, return_exceptions=True)
     await client.resume()
     async with asyncio.timeout(PATIENCE_S):
-        while load := (await client.health()).load:
+        while (await client.health()).load:
             await asyncio.sleep(0.05)
-    assert load == 0
     check_generation(await generate(client, PROMPTS[1]), 6, (await client.health()).version)
 
 

@@ -51,7 +51,10 @@ def a_failing_main_role_fails_the_run(make: Make) -> None:
     for expected in (3, 75):
         with run_directory() as run_dir:
             code = _execute(
-                make, run_dir, _role("controller", f"raise SystemExit({expected})", purpose="main"), _role("helper", SLEEP)
+                make,
+                run_dir,
+                _role("controller", f"raise SystemExit({expected})", purpose="main"),
+                _role("helper", SLEEP),
             )
             assert code == expected, f"the main role ended with {expected}, the run with {code}"
 
@@ -68,7 +71,8 @@ def a_service_that_ends_too_early_fails_the_run(make: Make) -> None:
 def a_service_is_started_again_as_often_as_it_may(make: Make) -> None:
     with run_directory() as run_dir:
         count = "import sys, time; from pathlib import Path; marks = Path(sys.argv[1])\n"
-        service = f"{count}n = len(list(marks.glob('try-*'))); (marks / f'try-{{n}}').touch()\nif n == 0: raise SystemExit(1)\n"
+        tries = f"{count}n = len(list(marks.glob('try-*'))); (marks / f'try-{{n}}').touch()\n"
+        service = f"{tries}if n == 0: raise SystemExit(1)\n"
         main = f"{count}while not (marks / 'try-1').exists(): time.sleep(0.02)\n"
         code = _execute(
             make,
@@ -102,7 +106,7 @@ def _execute(make: Make, run_dir: RunDir, *roles: Role) -> int:
 
 @contextmanager
 def _limit() -> Iterator[None]:
-    """A launcher that never returns fails its check. Signals reach the main thread only; elsewhere there is no limit."""
+    """A launcher that never returns fails its check. Signals reach the main thread only: elsewhere it is unlimited."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -48,7 +48,7 @@ async def what_is_published_is_what_was_asked_for(client: TrainerClient) -> None
 async def a_checkpoint_names_its_files_with_their_checksums(client: TrainerClient) -> None:
     await client.train(batches(1, client.dp_size))
     with tempfile.TemporaryDirectory(prefix="prl-trainer-") as folder:
-        path = Path(folder).resolve() / "trainer"
+        path = Path(folder) / "trainer"
         files = await client.checkpoint(1, path)
         for name, digest in files.items():
             found = hashlib.sha256((path / name).read_bytes()).hexdigest()
