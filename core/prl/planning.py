@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from prl.config.schema import RunConfig
+import msgspec
+
+from prl.config.schema import RunConfig, SftConfig
 from prl.errors import PluginError
 from prl.plan import Plan, Role
 from prl.rundir import RunDir
@@ -17,16 +19,20 @@ def env_role(label: str) -> str:
     return f"env-{label}"
 
 
-def build_plan(config: RunConfig, run_dir: RunDir) -> Plan:
-    """The roles of a run, in the order in which they are started: the slow ones first.
+def build_plan(config: RunConfig | SftConfig, run_dir: RunDir) -> Plan:
+    """The roles of a run, in the order in which they are started: the slow ones first. A supervised run is its trainer.
 
     Raises:
         PluginError: the engine's or the trainer's plugin is missing, or gave no `Role`.
     """
-    roles = (
+    trainer = _plugin_role("trainers", config.trainer.use, config.trainer.build("trainers").role(config))
+    if isinstance(config, SftConfig):
+        return _plan(run_dir, msgspec.structs.replace(trainer, purpose="main"))
+    return _plan(
+        run_dir,
         Role(CONTROLLER, _python("prl.controller", "{run_dir}"), purpose="main"),
         _plugin_role("engines", config.engine.use, config.engine.build("engines").role(config)),
-        _plugin_role("trainers", config.trainer.use, config.trainer.build("trainers").role(config)),
+        trainer,
         Role("gateway", _python("prl_gateway", "{run_dir}", "{replica}")),
         *(
             Role(
@@ -38,6 +44,9 @@ def build_plan(config: RunConfig, run_dir: RunDir) -> Plan:
             for env in config.envs
         ),
     )
+
+
+def _plan(run_dir: RunDir, *roles: Role) -> Plan:
     return Plan(run_id=run_dir.name, run_dir=str(run_dir.path.absolute()), roles=roles)
 
 

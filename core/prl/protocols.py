@@ -23,7 +23,7 @@ from prl.plan import LaunchState, Plan, Role
 from prl.types import Credit, Episode, Message, Outcome, Reward, Rollout, RolloutHeader, Split, Task, Turn
 
 if TYPE_CHECKING:
-    from prl.config.schema import RunConfig, Table
+    from prl.config.schema import RunConfig, SftConfig, Table
     from prl.rundir import RunDir
 
 # --- environments -----------------------------------------------------------------------------------------
@@ -144,7 +144,9 @@ class EnginePlugin(Protocol):
 
 
 class TrainerPlugin(Protocol):
-    def role(self, config: RunConfig) -> Role: ...
+    def role(self, config: RunConfig | SftConfig) -> Role:
+        """Its part of the plan. For an `SftConfig` that is the whole run: there is no controller then."""
+        ...
 
 
 class ChannelSender(Protocol):

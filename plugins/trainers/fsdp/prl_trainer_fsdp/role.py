@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from prl.config.schema import RunConfig
+from prl.config.schema import RunConfig, SftConfig
 from prl.plan import Resources, Role
 from prl_trainer_fsdp.config import FsdpConfig
 
@@ -13,12 +13,13 @@ class FsdpPlugin:
     def __init__(self, config: FsdpConfig) -> None:
         self.config = config
 
-    def role(self, config: RunConfig) -> Role:
+    def role(self, config: RunConfig | SftConfig) -> Role:
         """One process, or torchrun with `trainer.processes` of them; each registers as its own replica."""
+        module = "prl_trainer_fsdp.sft" if isinstance(config, SftConfig) else "prl_trainer_fsdp"
         gpus = config.trainer.processes if self.config.device == "cuda" else 0
         return Role(
             "trainer",
-            command(config.trainer.processes, "prl_trainer_fsdp", "{run_dir}"),
+            command(config.trainer.processes, module, "{run_dir}"),
             resources=Resources(gpus=gpus, threads=config.trainer.threads),
         )
 
