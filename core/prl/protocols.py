@@ -145,7 +145,19 @@ class EnginePlugin(Protocol):
 
 class TrainerPlugin(Protocol):
     def role(self, config: RunConfig | SftConfig) -> Role:
-        """Its part of the plan. For an `SftConfig` that is the whole run: there is no controller then."""
+        """The trainer's part of a run. In a supervised run it is the only one: there is no controller, and it writes
+        the run directory itself.
+        """
+        ...
+
+    def export(self, run_dir: RunDir, step: int, out: Path) -> None:
+        """Write the checkpoint of a step, a supervised run's too, as a Hugging Face folder.
+
+        `out` does not exist or is empty. Called in a process of its own, which may import torch.
+
+        Raises:
+            StoreError: the checkpoint is damaged.
+        """
         ...
 
 

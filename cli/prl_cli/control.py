@@ -1,0 +1,71 @@
+"""One request to the controller of a run, over its control socket."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from typing import Literal
+
+from prl.errors import RunFailed, WireError
+from prl.messages import CONTROL, ControlReply, ControlRequest
+from prl.rundir import RunDir
+from prl.wire import Client
+from prl_cli import output, runs
+
+Action = Literal["pause", "resume", "checkpoint", "evaluate", "stop", "why-stuck", "status"]
+
+
+def request(run: RunDir, action: Action, *, timeout: float) -> ControlReply:
+    """Ask the controller for `action`; wait for its answer at most `timeout` seconds.
+
+    Raises:
+        RunFailed: the run is not going on; the message tells how it ended.
+        WireError: its controller does not answer.
+    """
+    try:
+        address = run.socket.read_text(encoding="utf-8").strip()
+        token = run.token.read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        raise not_running(run) from None
+    if not _listens(address):
+        raise not_running(run)
+    return asyncio.run(_call(address, token, action, timeout))
+
+
+def not_running(run: RunDir) -> RunFailed:
+    """What became of a run that cannot be asked any more."""
+    if runs.is_alive(run):
+        return RunFailed(
+            f"run {run.name!r} is starting or ending: its controller does not listen; try again in a moment"
+        )
+    last = runs.status(run)
+    if not last:
+        return RunFailed(f"run {run.name!r} is not running and never got as far as a status; see {run.logs}/")
+    when = output.ago(time.time() - run.status.stat().st_mtime)
+    text = f"run {run.name!r} is not running: {last.get('state', 'ended')} at step {last.get('step', 0)}"
+    text += f" of {last.get('steps', '?')}, {when}"
+    if last.get("failed_reason"):
+        text += f": {last['failed_reason']}"
+    log = last.get("log")
+    return RunFailed(text, log=str(run.path / log) if log else None)
+
+
+def _listens(address: str) -> bool:
+    """Whether anything accepts connections there. ZeroMQ itself would wait for it without end."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), timeout=2):
+            return True
+    except (OSError, ValueError):
+        return False
+
+
+async def _call(address: str, token: str, action: Action, timeout: float) -> ControlReply:
+    client = Client(address, token, name="the controller")
+    try:
+        return await client.call(CONTROL, ControlRequest(action), timeout=timeout)
+    except WireError as error:
+        raise WireError(f"{error}; `prl doctor` and the controller's log may tell why") from error
+    finally:
+        client.close()

@@ -1,0 +1,239 @@
+"""`prl run` and `prl eval` with a launcher that only leaves behind what a run would."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prl.plan import Plan
+from prl.rundir import RunDir
+from prl_cli import runs
+
+
+@pytest.fixture
+def first(project: Path) -> RunDir:
+    return RunDir(project / "runs" / "first")
+
+
+def test_a_run_leaves_its_inputs_and_tells_its_summary(project: Path, first: RunDir, prl: Any) -> None:
+    import msgspec
+
+    result = prl("run", "run.toml", "--set", "loop.steps=2")
+    assert result.exit_code == 0, result.stderr
+    assert "first: completed after 2 steps in 1:15" in result.stdout
+    assert "0.250 -> 0.875" in result.stdout
+    assert "step 1/2  reward 0.500" in result.stderr
+    assert json.loads(first.config.read_text())["loop"]["steps"] == 2
+    assert msgspec.json.decode(first.plan.read_bytes(), type=Plan).role("controller").purpose == "main"
+    lock = json.loads(first.lock.read_text())
+    assert lock["seeds"] == {"run": 0}
+    assert str(project / "parts.py") in lock["hashes"]
+
+
+def test_the_token_is_new_for_every_start_and_private(first: RunDir, prl: Any) -> None:
+    prl("run", "run.toml")
+    token = first.token.read_text()
+    assert len(token) == 64
+    assert stat.S_IMODE(first.token.stat().st_mode) == 0o600
+    assert prl("run", "run.toml", "--resume").exit_code == 0
+    assert first.token.read_text() != token
+
+
+def test_json_prints_the_summary_and_nothing_else(first: RunDir, prl: Any) -> None:
+    answer = json.loads(prl("run", "run.toml", "--json").stdout)
+    assert answer["outcome"] == "completed"
+    assert (answer["exit_code"], answer["eval_last"], answer["path"]) == (0, 0.875, str(first.path))
+
+
+def test_the_exit_code_is_the_launchers(project: Path, prl: Any) -> None:
+    for code in (1, 3, 75, 130):
+        result = prl("run", "run.toml", "--set", f"name=run{code}", "--set", f"launcher.code={code}")
+        assert result.exit_code == code
+
+
+def test_a_preempted_run_says_how_to_go_on(project: Path, prl: Any) -> None:
+    assert "--resume" in prl("run", "run.toml", "--set", "launcher.code=75").stderr
+
+
+def test_one_line_names_the_cause_and_the_log(first: RunDir, prl: Any) -> None:
+    result = prl("run", "run.toml", "--set", "launcher.code=1", "--set", "launcher.fail=loss is NaN")
+    assert result.exit_code == 1
+    assert f"failed: loss is NaN (log: {first.path}/logs/trainer-0.log)" in result.stderr.splitlines()
+
+
+def test_every_problem_of_a_configuration_at_once_and_nothing_written(project: Path, prl: Any) -> None:
+    (project / "run.toml").write_text(
+        (project / "run.toml").read_text() + "[sampling]\nmax_tokn = 3\ntemperature = -1\n"
+    )
+    result = prl("run", "run.toml", "--set", "loop.steps=many")
+    assert result.exit_code == 2
+    for wrong in ("max_tokn", "temperature", "loop.steps"):
+        assert wrong in result.stderr
+    assert "(3 problems)" in result.stderr
+    assert not (project / "runs").exists()
+    assert "Traceback" not in result.stderr
+
+
+def test_a_missing_plugin_is_a_problem_of_the_configuration(project: Path, prl: Any) -> None:
+    result = prl("run", "run.toml", "--set", "launcher.use=locla")
+    assert result.exit_code == 2
+    assert "locla" in result.stderr
+    assert not (project / "runs").exists()
+
+
+def test_a_name_that_exists_is_refused(first: RunDir, prl: Any) -> None:
+    prl("run", "run.toml")
+    kept = first.summary.stat().st_mtime_ns
+    result = prl("run", "run.toml")
+    assert result.exit_code == 2
+    assert "--resume" in result.stderr
+    assert "--clean" in result.stderr
+    assert first.summary.stat().st_mtime_ns == kept
+
+
+def test_resume_keeps_what_is_there_and_tells_what_changed(first: RunDir, prl: Any) -> None:
+    prl("run", "run.toml")
+    (first.path / "kept").write_text("x")
+    result = prl("run", "run.toml", "--resume", "--set", "loop.steps=4")
+    assert result.exit_code == 0
+    assert "loop.steps (3 -> 4)" in result.stderr
+    assert (first.path / "kept").exists()
+
+
+def test_resume_starts_afresh_where_there_is_nothing(first: RunDir, prl: Any) -> None:
+    assert prl("run", "run.toml", "--resume").exit_code == 0
+
+
+def test_clean_removes_the_run_only_when_confirmed(first: RunDir, prl: Any) -> None:
+    prl("run", "run.toml")
+    (first.path / "old").write_text("x")
+    result = prl("run", "run.toml", "--clean")
+    assert result.exit_code == 2
+    assert "--yes" in result.stderr
+    assert (first.path / "old").exists()
+    assert prl("run", "run.toml", "--clean", "--yes").exit_code == 0
+    assert not (first.path / "old").exists()
+
+
+@pytest.mark.parametrize("option", ["--clean", "--resume"])
+def test_what_is_no_run_directory_is_left_alone(project: Path, first: RunDir, prl: Any, option: str) -> None:
+    first.path.mkdir(parents=True)
+    (first.path / "thesis.tex").write_text("x")
+    result = prl("run", "run.toml", option, "--yes")
+    assert result.exit_code == 2
+    assert "not a run directory" in result.stderr
+    assert (first.path / "thesis.tex").exists()
+
+
+@pytest.mark.parametrize("options", [(), ("--resume",), ("--clean", "--yes")])
+def test_a_run_that_is_going_on_is_refused(first: RunDir, prl: Any, options: tuple[str, ...]) -> None:
+    prl("run", "run.toml")
+    with runs.held(first):
+        result = prl("run", "run.toml", *options)
+    assert result.exit_code == 2
+    assert "is going on" in result.stderr
+    assert first.summary.exists()
+
+
+def test_the_lock_ends_with_its_process(first: RunDir, prl: Any) -> None:
+    prl("run", "run.toml")
+    child = os.fork()
+    if child == 0:
+        runs.held(first).__enter__()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert not runs.is_alive(first)
+
+
+def test_dry_run_shows_the_plan_and_writes_nothing(project: Path, prl: Any) -> None:
+    shown = json.loads(prl("run", "run.toml", "--dry-run", "--json").stdout)
+    assert [role["name"] for role in shown["roles"]][:1] == ["controller"]
+    assert prl("run", "run.toml", "--dry-run").exit_code == 0
+    assert not (project / "runs").exists()
+
+
+def test_a_defect_is_one_line_and_its_traceback_goes_to_the_run(first: RunDir, prl: Any) -> None:
+    result = prl("run", "run.toml", "--set", "launcher.fail=crash")
+    assert result.exit_code == 1
+    assert "internal error: RuntimeError: a defect" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert "raise RuntimeError" in (first.logs / "cli.log").read_text()
+
+
+def test_debugging_shows_the_traceback_of_a_deliberate_error(
+    project: Path, prl: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PRL_DEBUG", "1")
+    result = prl("run", "missing.toml")
+    assert result.exit_code == 2
+    assert "Traceback" in result.stderr
+
+
+def checkpointed(run: RunDir, *steps: int) -> None:
+    for step in steps:
+        run.checkpoint(step).mkdir(parents=True)
+        (run.checkpoint(step) / "MANIFEST.json").write_text("{}")
+
+
+def test_eval_of_a_configuration_trains_nothing(project: Path, prl: Any) -> None:
+    result = prl("eval", "run.toml", "--tasks", "7")
+    assert result.exit_code == 0, result.stderr
+    config = json.loads((project / "runs" / "first-eval" / "config.json").read_text())
+    assert (config["loop"]["steps"], config["eval"]["tasks"], config["model"]["path"]) == (0, 7, "tiny/model")
+    assert prl("eval", "run.toml").exit_code == 0  # beside it, under a name of its own
+    assert (project / "runs" / "first-eval-2").is_dir()
+
+
+def test_eval_of_a_run_takes_its_last_checkpoint_or_the_one_named(project: Path, first: RunDir, prl: Any) -> None:
+    prl("run", "run.toml")
+    assert "no complete checkpoint" in prl("eval", "first").stderr
+    checkpointed(first, 1, 3)
+    assert prl("eval", "first").exit_code == 0
+    assert prl("eval", "first", "--checkpoint", "1").exit_code == 0
+    paths = [
+        json.loads((project / "runs" / name / "config.json").read_text())["model"]["path"]
+        for name in ("first-eval", "first-eval-1")
+    ]
+    assert [json.loads((Path(path) / "config.json").read_text())["step"] for path in paths] == [3, 1]
+    assert prl("eval", "first", "--checkpoint", "2").exit_code == 2
+
+
+def test_export_writes_the_checkpoint_asked_for(project: Path, first: RunDir, prl: Any) -> None:
+    prl("run", "run.toml")
+    checkpointed(first, 1, 3)
+    (first.checkpoint(5)).mkdir()  # without a manifest it is no checkpoint
+    assert json.loads(prl("export", "first", "out", "--json").stdout)["step"] == 3
+    assert json.loads((project / "out" / "config.json").read_text()) == {"step": 3}
+    assert prl("export", "first", "out").exit_code == 2  # it is in use
+    assert prl("export", "first", "other", "--step", "5").exit_code == 2
+
+
+SFT = """
+name = "warm"
+[model]
+path = "tiny/model"
+[data]
+train = "data.jsonl"
+steps = 2
+[trainer]
+use = "./parts.py:Trainer"
+[launcher]
+use = "./parts.py:Launcher"
+"""
+
+
+def test_a_supervised_run_is_one_process(project: Path, prl: Any) -> None:
+    (project / "sft.toml").write_text(SFT)
+    (project / "data.jsonl").write_text("{}\n")
+    roles = json.loads(prl("sft", "sft.toml", "--dry-run", "--json").stdout)["roles"]
+    assert [(role["name"], role["purpose"]) for role in roles] == [("trainer", "main")]
+    assert prl("sft", "sft.toml").exit_code == 0
+    warm = RunDir(project / "runs" / "warm")
+    checkpointed(warm, 2)
+    assert prl("export", "warm", "out").exit_code == 0
+    assert "supervised" in prl("eval", "warm").stderr
