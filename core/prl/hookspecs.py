@@ -75,4 +75,4 @@ def prl_role_lost(run: RunInfo, role: str, replica: int, reason: str) -> None:
 
 @hookspec
 def prl_run_finished(run: RunInfo, outcome: str) -> None:
-    """The last call: "finished", "stopped" or "failed"."""
+    """The last call: "completed", "stopped" or "failed"."""

@@ -145,9 +145,7 @@ class EnginePlugin(Protocol):
 
 class TrainerPlugin(Protocol):
     def role(self, config: RunConfig | SftConfig) -> Role:
-        """The trainer's part of a run. In a supervised run it is the only one: there is no controller, and it writes
-        the run directory itself.
-        """
+        """Its part of the plan. For an `SftConfig` that is the whole run: there is no controller then."""
         ...
 
     def export(self, run_dir: RunDir, step: int, out: Path) -> None:

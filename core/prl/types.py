@@ -45,6 +45,8 @@ class Task(msgspec.Struct, frozen=True):
 
 
 class Reward(msgspec.Struct, frozen=True):
+    """One named part of a rollout's reward, which is the sum of score times weight."""
+
     score: float
     weight: float = 1.0
 

@@ -308,6 +308,8 @@ class SftDataTable(Table):
     """Examples of one optimiser step."""
     eval_every: int = Field(0, ge=0)
     """Steps between evaluations; 0 only at the end."""
+    shuffle: bool = False
+    """Draw the examples of every epoch in a random order of its own instead of the file's."""
 
 
 class SftConfig(Table):

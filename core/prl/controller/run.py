@@ -15,6 +15,7 @@ from prl.controller.clients import WireRunner, WireTrainer
 from prl.controller.control import Control
 from prl.controller.fleet import WireFleet
 from prl.controller.hub import Connection, Hub
+from prl.controller.observing import ObservedSink
 from prl.controller.report import Report
 from prl.errors import PrlError, RunFailed, StoreError
 from prl.loop import snapshot
@@ -26,7 +27,6 @@ from prl.rundir import RunDir
 from prl.store.checkpoints import Checkpoints
 from prl.store.files import atomic_write
 from prl.store.rewind import rewind
-from prl.store.sink import RunSink
 from prl.store.writer import StoreWriter
 
 log = logging.getLogger(__name__)
@@ -53,12 +53,13 @@ class Controller:
             rollouts=self.config.store.rollouts == "all",
             every=self.config.store.every,
         )
-        self.sink = RunSink(self.store)
+        self.sink = ObservedSink(self.store, self.config, run_dir)
         hubs: dict[str, Hub] = {}
         self.control = Control(hubs)
         self.hub = hubs["hub"] = Hub(
             self.token, run_dir.name, self.incarnation, self.start_step, {CONTROL: self.control.handle}
         )
+        self.hub.on_left.append(self.sink.role_lost)
         self.report = Report(self.config, self.store, self.sink, self.hub, self.control)
         self.signal_received = False
 
@@ -113,6 +114,7 @@ class Controller:
         loop = self._restore(state)
         self.control.state = state
         self.report.begin(state, loop)
+        self.sink.started(self.resumed.step if self.resumed else None)
         state.stopping = self.control.stop_requested
         try:
             await loop.run()
@@ -181,6 +183,7 @@ class Controller:
             for connection in self.hub.connections.values()
         ]
         await asyncio.gather(*calls, return_exceptions=True)
+        await asyncio.to_thread(self.sink.finished, outcome)
         await asyncio.to_thread(self.store.close)
 
 

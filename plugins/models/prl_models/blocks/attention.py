@@ -55,7 +55,8 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float, win
     for bucket in packing.buckets:
         batches = [pad(x, bucket).transpose(1, 2) for x in (q, k, v)]  # [documents, heads, length, D]
         short = q.device.type == "cpu" and bucket.length <= _WRITTEN_OUT
-        out = (_written_out if short else _fused)(*batches, scale, window)
+        kernel = _written_out if short else _fused
+        out = kernel(batches[0], batches[1], batches[2], scale, window)
         parts.append(out.transpose(1, 2))
     return collect(parts, packing)
 
@@ -120,7 +121,7 @@ def _varlen_kernel() -> Varlen | None:
 
 
 def _flash4() -> Varlen:
-    from flash_attn.cute import flash_attn_varlen_func
+    from flash_attn.cute import flash_attn_varlen_func  # type: ignore[import-not-found]
 
     def kernel(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float, window: int | None) -> Tensor:
         out = flash_attn_varlen_func(
@@ -139,7 +140,7 @@ def _flash4() -> Varlen:
 
 
 def _flash2() -> Varlen:
-    from flash_attn import flash_attn_varlen_func
+    from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
 
     def kernel(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float, window: int | None) -> Tensor:
         bounds, longest = packing.cu_seqlens, packing.max_length
