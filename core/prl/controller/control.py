@@ -62,7 +62,7 @@ class Control:
             state.evaluate_requested = True
             message = "an evaluation starts"
         else:
-            state.paused = action == "pause"
+            state.paused = "as asked for" if action == "pause" else ""
             message = "paused: episodes in flight finish, nothing new starts" if state.paused else "resumed"
         state.sink.event(action)
         state.signal.notify()

@@ -44,7 +44,8 @@ class Report:
 
     async def tick(self) -> None:
         while True:
-            self._store.status(self._status("running" if self._state else "starting"))
+            name = "starting" if self._state is None else "paused" if self._state.paused else "running"
+            self._store.status(self._status(name))
             await asyncio.sleep(PERIOD_S)
 
     def end(self, outcome: str, error: Exception | None) -> None:
@@ -78,7 +79,7 @@ class Report:
         document.update(
             step=state.version,
             version=state.version,
-            paused=state.paused,
+            paused=bool(state.paused),
             reward=last.get("reward/mean"),
             tokens_per_s=rate,
             staleness_mean=state.staleness_sum / max(1, state.staleness_count),

@@ -129,7 +129,7 @@ class Generator:
     def _blocker(self) -> tuple[str, str]:
         state = self._state
         if state.paused:
-            return "control", "the run is paused"
+            return "control", f"the run is paused: {state.paused}"
         if state.admission_closed:
             return "evaluate", "a synchronous evaluation is running"
         if state.roles.fleet.version < state.batches:

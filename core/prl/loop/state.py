@@ -26,6 +26,8 @@ class Sink(Protocol):
 
     def event(self, kind: str, **data: object) -> None: ...
 
+    def weights_installed(self, version: int, seconds: float, num_bytes: int) -> None: ...
+
     def group(self, group: Group, step: int | None, fate: str) -> None:
         """A group left the loop: trained at `step`, or dropped or failed for the reason `fate`."""
         ...
@@ -86,7 +88,7 @@ class LoopState:
     training: Batch | None = None  # train
     barren: int = 0  # groups in a row that brought nothing to train; batch sets it back
     admission_closed: bool = False  # publish, while a synchronous evaluation runs
-    paused: bool = False  # control
+    paused: str = ""  # control, mismatch gate: why nothing new is started or trained; empty while the run goes on
     stopping: bool = False  # control: finish the step in progress, save, end
     checkpoint_requested: bool = False  # control sets, train clears
     evaluate_requested: bool = False  # control sets, evaluate clears

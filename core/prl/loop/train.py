@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from prl.errors import RunFailed, WireError
 from prl.loop.groups import Group
+from prl.loop.mismatch import check_mismatch
 from prl.loop.state import Batch, LoopState
 from prl.messages import TrainReport
 
@@ -42,8 +43,7 @@ class Trainer:
             elif state.formed and not state.paused:
                 await self._step(state.formed.popleft())
             else:
-                owner, reason = ("control", "the run is paused") if state.paused else ("batch", "no batch is formed")
-                with state.waits.on("train", owner, reason):
+                with state.waits.on("train", *self._blocker()):
                     await state.signal.wait()
         state.signal.notify()
 
@@ -64,6 +64,7 @@ class Trainer:
         state.version = batch.step
         state.training = None
         self._settle(batch, report, started, trained)
+        check_mismatch(state, report)
         if self._checkpoint_due():
             state.checkpoint_requested = False
             await self._checkpoint(state.version)
@@ -72,6 +73,11 @@ class Trainer:
         self._on_step(batch.step)
         state.signal.notify()
         await state.sink.ready()
+
+    def _blocker(self) -> tuple[str, str]:
+        if self._state.paused:
+            return "control", f"the run is paused: {self._state.paused}"
+        return "batch", "no batch is formed"
 
     def _check(self, batch: Batch) -> None:
         """The guarantee, once more, on what is really sent."""

@@ -308,16 +308,45 @@ def test_pause_lets_the_step_finish_and_resume_goes_on() -> None:
         state = fake_state(fake_config(steps=50), trainer=trainer)
         task = asyncio.create_task(Loop(state, no_save).run())
         await asyncio.sleep(5.5)
-        state.paused = True
+        state.paused = "by a test"
         await asyncio.sleep(100)
         at_pause = state.version
-        state.paused = False
+        state.paused = ""
         state.signal.notify()
         await task
         return at_pause, state.version
 
     at_pause, end = clock.run(main(), limit_s=1e5)
     assert at_pause <= 6 and end == 50
+
+
+@pytest.mark.parametrize("action", ["warn", "pause", "stop"])
+def test_a_mismatch_past_its_limit_warns_pauses_or_stops(action: str) -> None:
+    class Wrong(FakeTrainer):
+        async def train(self, batches):  # type: ignore[no-untyped-def]
+            report = await super().train(batches)
+            report.metrics["mismatch/kl"] = 0.5 if report.step == 2 else 0.001
+            return report
+
+    async def main() -> LoopState:
+        config = fake_config(steps=4)
+        config = config.model_copy(update={"mismatch": config.mismatch.model_copy(update={"action": action})})
+        state = fake_state(config, trainer=Wrong(lambda: 1.0))
+        task = asyncio.create_task(Loop(state, no_save).run())
+        await asyncio.sleep(1000)
+        if action == "pause":
+            assert state.version == 2 and "0.5" in state.paused
+            state.paused = ""
+            state.signal.notify()
+        await task
+        return state
+
+    if action == "stop":
+        with pytest.raises(RunFailed, match=r"step 2: the mismatch KL .* is 0.5"):
+            clock.run(main())
+    else:
+        state = clock.run(main())
+        assert state.version == 4 and [kind for kind, _ in state.sink.events].count("mismatch") == 1  # type: ignore[attr-defined]
 
 
 def test_refs_keep_their_version() -> None:
