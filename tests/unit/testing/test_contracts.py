@@ -131,7 +131,7 @@ class GlobalNumpy(GoodEnv):
 class Evaluating(GoodEnv):
     def score(self, task, text):
         try:
-            return float(bool(eval(text)))  # noqa: S307 (what the check is there to catch)
+            return float(bool(eval(text)))
         except Exception:
             return 0.0
 
@@ -585,7 +585,8 @@ def test_check_is_the_door_for_names_files_and_settings(tmp_path: Path) -> None:
         "from prl.env import SingleTurnEnv\nfrom prl import Task\n"
         "class Mine(SingleTurnEnv):\n"
         "    def __init__(self, count: int):\n        self.count = count\n"
-        "    def tasks(self, split):\n        return [Task(f'{split}-{n}', prompt=f'{split} {n}') for n in range(self.count)]\n"
+        "    def tasks(self, split):\n"
+        "        return [Task(f'{split}-{n}', prompt=f'{split} {n}') for n in range(self.count)]\n"
         "    def score(self, task, text):\n        return float(text == 'yes')\n"
     )
     name = "./mine.py:Mine"
