@@ -15,7 +15,6 @@ from prl.controller.clients import WireRunner, WireTrainer
 from prl.controller.control import Control
 from prl.controller.fleet import WireFleet
 from prl.controller.hub import Connection, Hub
-from prl.controller.observed import ObservedSink
 from prl.controller.observing import ObservedSink
 from prl.controller.report import Report
 from prl.errors import PrlError, RunFailed, StoreError
@@ -60,7 +59,6 @@ class Controller:
         self.hub = hubs["hub"] = Hub(
             self.token, run_dir.name, self.incarnation, self.start_step, {CONTROL: self.control.handle}
         )
-        self.hub.on_left.append(self.sink.role_lost)
         self.hub.on_left.append(self.sink.role_lost)
         self.report = Report(self.config, self.store, self.sink, self.hub, self.control)
         self.signal_received = False
@@ -117,7 +115,6 @@ class Controller:
         self.control.state = state
         self.report.begin(state, loop)
         self.sink.started(self.resumed.step if self.resumed else None)
-        self.sink.started(self.resumed.step if self.resumed else None)
         state.stopping = self.control.stop_requested
         try:
             await loop.run()
@@ -156,7 +153,7 @@ class Controller:
             trainer = await state.roles.trainer.checkpoint(step, draft / "trainer")
             await asyncio.to_thread(self._commit, step, data, trainer)
         self.control.checkpointed = step
-        self.sink.checkpoint_saved(step, self.run_dir.checkpoint(step))
+        self.sink.event("checkpoint_saved", step=step)
 
     def _commit(self, step: int, data: bytes, trainer: dict[str, str]) -> None:
         own = self.checkpoints.write_part(step, "controller", {snapshot.FILE: data})

@@ -62,7 +62,7 @@ class Publisher:
             old.append(self._installed.version)
         self._installed = ref
         seconds = asyncio.get_running_loop().time() - started
-        state.sink.weights_installed(ref.version, seconds, ref.num_bytes)
+        state.sink.event("weights_installed", version=ref.version, seconds=round(seconds, 4), bytes=ref.num_bytes)
         if old:
             await state.roles.trainer.release(old)
         state.progress = asyncio.get_running_loop().time()

@@ -32,9 +32,6 @@ class RunSink:
     def event(self, kind: str, **data: object) -> None:
         self._writer.event(kind, **data)
 
-    def weights_installed(self, version: int, seconds: float, num_bytes: int) -> None:
-        self.event("weights_installed", version=version, seconds=round(seconds, 4), bytes=num_bytes)
-
     def group(self, group: Group, step: int | None, fate: str) -> None:
         for record in group_records(group, step, fate):
             self._writer.rollout(step, record)

@@ -195,9 +195,6 @@ class FakeSink:
     def event(self, kind: str, **data: object) -> None:
         self.events.append((kind, data))
 
-    def weights_installed(self, version: int, seconds: float, num_bytes: int) -> None:
-        self.event("weights_installed", version=version)
-
     def group(self, group: Group, step: int | None, fate: str) -> None:
         self.groups.append((group.id, step, fate))
 
