@@ -11,6 +11,7 @@ from prl.types import Episode, Split, Task
 from prl_envs.config import AlphabetSortConfig
 
 MAX_DRAWS = 10_000
+LONGEST = 4
 
 _STARTS = ("al", "be", "ca", "da", "el", "fi", "ga", "ho", "is", "jo", "ka", "li", "mi", "no", "ol", "pa", "ro", "sa")
 _MIDDLES = ("", "ba", "de", "li", "mo", "na", "ri", "so", "ta", "vi")
@@ -67,6 +68,12 @@ class AlphabetSort:
 
 
 def similarity(text: str, names: list[str]) -> float:
-    """difflib's ratio of the answer and the right list, letter by letter; case, blank lines and margins ignored."""
-    lines = [line.strip().lower() for line in text.splitlines() if line.strip()]
-    return difflib.SequenceMatcher(None, "\n".join(lines), "\n".join(names), autojunk=False).ratio()
+    """difflib's ratio of the answer and the right list, letter by letter; case, blank lines and margins ignored.
+
+    An answer more than `LONGEST` times as long counts as 0: its ratio is below 0.4, and comparing takes quadratic time.
+    """
+    answer = "\n".join(line.strip().lower() for line in text.splitlines() if line.strip())
+    right = "\n".join(names)
+    if len(answer) > LONGEST * len(right):
+        return 0.0
+    return difflib.SequenceMatcher(None, answer, right, autojunk=False).ratio()

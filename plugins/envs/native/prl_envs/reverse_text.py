@@ -26,11 +26,16 @@ class ReverseText(SingleTurnEnv):
 
     def __init__(self, config: ReverseTextConfig) -> None:
         self.config = config
-        self._eval = self._distinct_held_out()
+        self._texts: list[str] = []
+        self._drawn: set[str] = set()
+        self._eval_rng = random.Random(stable_seed(config.seed, "eval"))
+        lengths = range(config.min_length, config.max_length + 1)
+        if sum(len(config.alphabet) ** n for n in lengths) * config.held_out < 4 * config.eval_tasks:
+            self._held_out_text(config.eval_tasks - 1)  # it may be too many: say so now
 
     def tasks(self, split: Split) -> TaskList:
         if split == "eval":
-            return TaskList(len(self._eval), lambda index: self._task(split, index, self._eval[index]))
+            return TaskList(self.config.eval_tasks, lambda index: self._task(split, index, self._held_out_text(index)))
         return TaskList(self.config.num_tasks, lambda index: self._task(split, index, self._training_text(index)))
 
     def score(self, task: Task, text: str) -> dict[str, float]:
@@ -67,22 +72,21 @@ class ReverseText(SingleTurnEnv):
                 return text
         raise self._too_few("no text is left for training")
 
-    def _distinct_held_out(self) -> list[str]:
-        rng = random.Random(stable_seed(self.config.seed, "eval"))
-        found: dict[str, None] = {}
+    def _held_out_text(self, index: int) -> str:
+        """The held-out texts in the order they are drawn, each once; drawn as far as needed, about 10 draws each."""
         misses = 0
-        while len(found) < self.config.eval_tasks:
-            text = self._draw(rng)
-            if text in found or not is_held_out(text, self.config):
+        while len(self._texts) <= index:
+            text = self._draw(self._eval_rng)
+            if text not in self._drawn and is_held_out(text, self.config):
+                misses = 0
+                self._drawn.add(text)
+                self._texts.append(text)
+            else:
                 misses += 1
-                if misses > MAX_DRAWS:
-                    raise self._too_few(
-                        f"only {len(found)} different texts are held out, {self.config.eval_tasks} wanted"
-                    )
-                continue
-            misses = 0
-            found[text] = None
-        return list(found)
+            if misses > MAX_DRAWS:
+                found = len(self._texts)
+                raise self._too_few(f"only {found} different texts are held out, {self.config.eval_tasks} wanted")
+        return self._texts[index]
 
     def _too_few(self, what: str) -> ConfigError:
         return ConfigError(
