@@ -58,6 +58,7 @@ def test_similarity_ignores_case_and_margins_only() -> None:
     assert similarity("  Ann \n\nBob\n", ["ann", "bob"]) == 1.0
     assert similarity("bob\nann", ["ann", "bob"]) < 1.0
     assert similarity("", ["ann"]) == 0.0
+    assert similarity("ann" * 5, ["ann"]) == 0.0
 
 
 def test_tasks_are_seeded_within_their_limits_and_the_splits_disjoint() -> None:
