@@ -12,7 +12,7 @@ import zmq
 from prl import faults
 from prl.errors import EpisodeFailed, WeightsError, WireError
 from prl.messages import NOTHING, CollectRequest, Method, Nothing
-from prl.wire import Client, Head, Peer, Server
+from prl.wire import Client, Envelope, Peer, Server
 
 ECHO = Method("echo", CollectRequest, list[int])
 FAIL = Method("fail", Nothing, Nothing)
@@ -45,6 +45,52 @@ def test_a_thousand_calls_at_once_get_their_own_answers() -> None:
         calls = [client.call(ECHO, CollectRequest([i] * (i % 50)), timeout=20) for i in range(1000)]
         assert await asyncio.gather(*calls) == [[i] * (i % 50) for i in range(1000)]
         client.close()
+        server.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("size", [0, 20_000, 1_000_000])
+def test_payloads_of_any_size_arrive_in_order(size: int) -> None:
+    """Large ones travel in a frame of their own, and none overtakes another."""
+
+    async def main() -> None:
+        arrived: list[int] = []
+
+        def note(peer: Peer, request: CollectRequest) -> list[int]:
+            arrived.append(request.episode_ids[0])
+            return request.episode_ids
+
+        server = Server(TOKEN, {ECHO: note})
+        client = Client(server.start(), TOKEN)
+        sizes = [1, size, 2, size, 100]
+        calls = [client.call(ECHO, CollectRequest([i] * max(1, n)), timeout=20) for i, n in enumerate(sizes)]
+        assert [len(reply) for reply in await asyncio.gather(*calls)] == [max(1, n) for n in sizes]
+        assert arrived == [0, 1, 2, 3, 4]
+        client.close()
+        server.close()
+
+    asyncio.run(main())
+
+
+def test_what_was_sent_before_closing_is_delivered() -> None:
+    async def main() -> None:
+        arrived: list[list[int]] = []
+        done = asyncio.Event()
+
+        def take(peer: Peer, request: CollectRequest) -> list[int]:
+            arrived.append(request.episode_ids)
+            done.set()
+            return []
+
+        server = Server(TOKEN, {ECHO: take})
+        client = Client(server.start(), TOKEN)
+        await client.call(ECHO, CollectRequest([1]), timeout=5)
+        done.clear()
+        client.notify(ECHO, CollectRequest([2]))
+        client.close()
+        await asyncio.wait_for(done.wait(), 5)
+        assert arrived == [[1], [2]]
         server.close()
 
     asyncio.run(main())
@@ -98,18 +144,21 @@ def test_garbage_and_pickles_are_refused_and_the_server_lives(caplog: pytest.Log
         address = server.start()
         raw = zmq.Context.instance().socket(zmq.DEALER)
         raw.connect(address)
-        pickled = b"\x80\x04\x95\x1d\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94\x8c\x06system\x94\x93\x94\x8c\x02id\x94\x85\x94R\x94."
-        newer = msgspec.msgpack.encode(Head(99, 0, 1, "echo"))
-        for frames in ([b""], [pickled], [TOKEN.encode(), pickled, pickled], [TOKEN.encode(), newer, b""]):
+        pickled = b"\x80\x04\x95\x1d\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94\x8c\x06system\x94\x93\x94"
+        pickled += b"\x8c\x02id\x94\x85\x94R\x94."
+        newer = msgspec.msgpack.encode([Envelope(99, 0, 1, "echo", b"")])
+        for frames in ([b""], [pickled], [TOKEN.encode(), pickled, pickled], [TOKEN.encode(), newer]):
             raw.send_multipart(frames)
         client = Client(address, TOKEN)
+        async with asyncio.timeout(5):  # the two connections are read in any order
+            while "schema 99" not in caplog.text:
+                await asyncio.sleep(0.01)
         assert await client.call(ECHO, CollectRequest([7]), timeout=5) == [7]
         raw.close(0)
         client.close()
         server.close()
 
     asyncio.run(main())
-    assert "schema 99" in caplog.text
 
 
 def test_a_wrong_payload_is_an_error_of_that_call_only() -> None:
