@@ -42,6 +42,13 @@ def test_import_contracts_name_every_plugin(distributions: list[Distribution], w
     contracts = {contract["id"]: contract for contract in workspace["tool"]["importlinter"]["contracts"]}
     assert set(contracts["plugins"]["modules"]) == plugins
     assert set(contracts["plugins-cli"]["source_modules"]) == plugins
+    declarations = {
+        f"{dist.package}.{name}"
+        for dist in distributions
+        for name in ("plugin", "config")
+        if dist.package in plugins and (dist.path / dist.package / f"{name}.py").exists()
+    }
+    assert set(contracts["declarations"]["source_modules"]) == declarations
     assert plugins <= set(contracts["core"]["forbidden_modules"])
     assert plugins <= set(contracts["cli"]["forbidden_modules"])
 

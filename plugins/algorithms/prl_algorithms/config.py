@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from pydantic import Field
 
 from prl.contribution import PluginConfig
@@ -19,6 +21,9 @@ class LengthPenalty(PluginConfig):
 
 
 class GrpoConfig(PluginConfig):
+    min_members: ClassVar[int] = 2
+    """A reward is compared with others of its group; checked against loop.group_size before a run starts."""
+
     normalize_std: bool = False
     """Divide by the group's standard deviation. Off: it weighs groups that are nearly always or nearly never right
     most (Dr. GRPO, arXiv 2503.20783, section 3)."""

@@ -28,7 +28,7 @@ STD_FLOOR = 1e-6
 class Grpo:
     """Stateless: `state` is empty, and every group stands for itself, whatever else is in flight."""
 
-    min_members = 2
+    min_members = GrpoConfig.min_members
 
     def __init__(self, config: GrpoConfig) -> None:
         self.config = config

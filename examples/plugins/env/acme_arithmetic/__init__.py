@@ -1,0 +1,1 @@
+"""An environment for prl: sums and products."""

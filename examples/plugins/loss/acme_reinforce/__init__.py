@@ -1,0 +1,1 @@
+"""A policy loss for prl: REINFORCE with truncated importance sampling."""
