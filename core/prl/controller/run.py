@@ -156,6 +156,7 @@ class Controller:
         self.sink.event("checkpoint_saved", step=step)
 
     def _commit(self, step: int, data: bytes, trainer: dict[str, str]) -> None:
+        self.store.flush()  # a resumed run repeats nothing before the checkpoint, so all of it must be in the files
         own = self.checkpoints.write_part(step, "controller", {snapshot.FILE: data})
         facts = {"run_id": self.run_dir.name, "incarnation": self.incarnation}
         self.checkpoints.commit(step, {"trainer": trainer, "controller": own}, facts)

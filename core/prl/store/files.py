@@ -42,8 +42,10 @@ def fsync_directory(path: Path) -> None:
             os.close(fd)
 
 
-def atomic_write(path: Path, data: bytes, *, mode: int = 0o644, point: str = WRITE_POINT) -> None:
+def atomic_write(path: Path, data: bytes, *, mode: int = 0o644, point: str = WRITE_POINT, durable: bool = True) -> None:
     """Replace a file as a whole: a reader sees the old content or the new, also after a crash.
+
+    `durable` waits until it is on the disk, milliseconds that a file which is soon replaced again is not worth.
 
     Raises:
         StoreError: it cannot be written; the old content is intact.
@@ -56,9 +58,11 @@ def atomic_write(path: Path, data: bytes, *, mode: int = 0o644, point: str = WRI
         with os.fdopen(fd, "wb") as file:
             file.write(data)
             file.flush()
-            os.fsync(fd)
+            if durable:
+                os.fsync(fd)
         temporary.replace(path)
-        fsync_directory(path.parent)
+        if durable:
+            fsync_directory(path.parent)
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)

@@ -101,11 +101,11 @@ class StoreWriter:
 
     def status(self, document: Any) -> None:
         """Replace `status.json`."""
-        self._put(self._write_document, self.run_dir.status, document)
+        self._put(self._write_document, self.run_dir.status, document, False)
 
     def summary(self, document: Any) -> None:
         """Replace `summary.json`."""
-        self._put(self._write_document, self.run_dir.summary, document)
+        self._put(self._write_document, self.run_dir.summary, document, True)
 
     # --- waiting ---
 
@@ -219,8 +219,8 @@ class StoreWriter:
     def _write_line(self, file: AppendFile, line: dict[str, Any]) -> None:
         file.append(_json(line) + b"\n")
 
-    def _write_document(self, path: Path, document: Any) -> None:
-        atomic_write(path, msgspec.json.format(_json(document), indent=2) + b"\n")
+    def _write_document(self, path: Path, document: Any, durable: bool) -> None:
+        atomic_write(path, msgspec.json.format(_json(document), indent=2) + b"\n", durable=durable)
 
     def _take_rollout(self, step: int | None, record: RolloutRecord) -> None:
         file = self._sealed + 1 if step is None else max(step, self._sealed + 1)
