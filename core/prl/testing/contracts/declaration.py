@@ -1,4 +1,4 @@
-"""The contract of every declaration: light, summarised, and pointing at something that exists."""
+"""The contract of every declaration: light, documented, and pointing at something that exists."""
 
 from __future__ import annotations
 
@@ -34,6 +34,10 @@ def the_declaration_is_complete(make: Callable[[], Declared]) -> None:
     if files.is_reference(declared.name):
         return
     assert contribution.summary.strip(), "the summary is empty: it is the line that `prl plugins` prints"
+    undocumented = [
+        name for name, field in contribution.config.model_fields.items() if not (field.description or "").strip()
+    ]
+    assert not undocumented, f"settings without a docstring under them: {', '.join(undocumented)}"
 
 
 def the_declaration_imports_nothing_heavy(make: Callable[[], Declared]) -> None:

@@ -23,6 +23,7 @@ class ReverseTextConfig(PluginConfig):
     held_out: float = Field(0.1, gt=0, lt=1)
     """Share of all texts that belong to the evaluation split, by a hash of the text."""
     seed: int = 0
+    """Another seed gives other tasks; the splits stay disjoint."""
     num_tasks: int = Field(1_000_000, ge=1)
     """Tasks of the training split; they are made when they are drawn."""
     eval_tasks: int = Field(1_000, ge=1)
@@ -41,19 +42,23 @@ class ReverseTextConfig(PluginConfig):
 
 class AlphabetSortConfig(PluginConfig):
     min_turns: int = Field(2, ge=1)
+    """Turns of the shortest episode."""
     max_turns: int = Field(3, ge=1)
-    """Turns of an episode; every number from `min_turns` to this is equally likely."""
+    """Turns of the longest episode; every number from `min_turns` to this is equally likely."""
     min_names: int = Field(2, ge=1)
+    """Names that a turn brings at least."""
     max_names: int = Field(4, ge=1)
-    """Names that each turn brings."""
+    """Names that a turn brings at most."""
     power: float = Field(4.0, gt=0)
     """A turn's reward is the similarity of its answer to the right list to this power: more is stricter."""
     held_out: float = Field(0.1, gt=0, lt=1)
     """Share of the tasks that belong to the evaluation split, by a hash of their names."""
     seed: int = 0
+    """Another seed gives other tasks; the splits stay disjoint."""
     num_tasks: int = Field(1_000_000, ge=1)
     """Tasks of the training split; they are made when they are drawn."""
     eval_tasks: int = Field(1_000, ge=1)
+    """Tasks of the evaluation split, all different."""
 
     @model_validator(mode="after")
     def _possible(self) -> AlphabetSortConfig:
@@ -83,3 +88,4 @@ class JsonlConfig(PluginConfig):
     shuffle: bool = True
     """Draw training tasks in a seeded random order rather than in the order of the file."""
     seed: int = 0
+    """Of that order."""

@@ -23,6 +23,7 @@ class FsdpConfig(PluginConfig):
     betas: tuple[float, float] = (0.9, 0.999)
     """AdamW's averaging of gradients and of their squares."""
     eps: float = Field(1e-8, gt=0)
+    """AdamW: added to the root of the averaged squares."""
     weight_decay: float = Field(0.0, ge=0)
     """AdamW's decay of matrices; vectors (norms, biases) never decay."""
     max_grad_norm: float = Field(1.0, ge=0)
