@@ -45,11 +45,11 @@ def explain(key: str, loaded: LoadedConfig[Any] | None = None, schema: type[Base
 
 
 def _explain_table(path: Path, table: type[BaseModel], plugin: type[BaseModel] | None) -> str:
-    own = _own_doc(table)
+    own = own_doc(table)
     lines = [dotted(path) or "the top level", *([f"  {own}"] if own else []), ""]
     known = {**table.model_fields, **(plugin.model_fields if plugin is not None else {})}
     width = max((len(name) for name in known), default=0)
-    described = {name: field.description or _own_doc(table_at(table, (name,))) for name, field in known.items()}
+    described = {name: field.description or own_doc(table_at(table, (name,))) for name, field in known.items()}
     lines += [f"  {name:{width}}  {first_line(text)}".rstrip() for name, text in described.items()]
     return "\n".join(lines) + "\n"
 
@@ -123,7 +123,7 @@ def toml_value(value: Any) -> str:
     return str(value)
 
 
-def _own_doc(table: type[BaseModel] | None) -> str:
+def own_doc(table: type[BaseModel] | None) -> str:
     """First line of a table's own docstring, not of one it inherits."""
     return first_line(table.__doc__) if table is not None and "__doc__" in vars(table) else ""
 

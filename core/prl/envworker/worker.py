@@ -1,7 +1,7 @@
 """`Worker`: runs episodes of one environment as concurrent tasks and answers for each with a checked result.
 
 An episode never raises into the worker: a deadline, an exception of the environment, a failure of the gateway and a
-malformed result all become the `error` of its reply. Measured cost on one core: see `docs/environments.md`.
+malformed result all become the `error` of its reply. Measured cost on one core: see `docs/plugins/env.md`.
 """
 
 from __future__ import annotations
