@@ -146,7 +146,7 @@ def _module_name(path: Path) -> str:
 
 
 def _declare(target: Callable[..., Any], factory: str, reference: str) -> FileContribution:
-    summary = (inspect.getdoc(target) or "").partition("\n")[0]
+    summary = inspect.cleandoc(target.__doc__ or "").partition("\n")[0]  # a class does not inherit `__doc__`
     inner = getattr(target, "Config", None)
     if isinstance(inner, type) and issubclass(inner, PluginConfig):
         return FileContribution(factory, inner, summary, target=target, how="config")
