@@ -1,0 +1,256 @@
+"""T12, T13: engines that fail, hang, vanish or are asked twice while weights are installed. On virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from prl.controller import fleet as fleet_module
+from prl.controller.fleet import WireFleet
+from prl.controller.hub import Connection
+from prl.errors import RunFailed, WeightsError, WireError
+from prl.loop.supervisor import Loop
+from prl.messages import EngineSet, WeightsRef
+from prl.testing.clock import run
+from prl.testing.fake_engine import FakeEngine
+from prl.testing.fakes import FakeFleet, FakeRunner, FakeTrainer, fake_config, fake_state
+
+
+class Gateway:
+    """Remembers which engines it was told to use: (replica, version) of each."""
+
+    def __init__(self) -> None:
+        self.told: list[list[tuple[int, int]]] = []
+
+    def notify(self, method: object, engines: EngineSet) -> None:
+        self.told.append(sorted((engine.replica, engine.version) for engine in engines.engines))
+
+
+class World:
+    """A hub of one gateway and some engines, without sockets; `engines` are behind their addresses."""
+
+    def __init__(self, *engines: FakeEngine) -> None:
+        self.gateway = Gateway()
+        self.behind: dict[str, FakeEngine] = {}
+        self.connections: dict[tuple[str, int], Connection] = {}
+        self.on_joined: list[Callable[[Connection], None]] = []
+        self.on_left: list[Callable[[Connection, str], None]] = []
+        self._join("gateway", 0, self.gateway)
+        self.fleet = WireFleet(self, self, "token", lambda: None)  # type: ignore[arg-type]
+        for replica, engine in enumerate(engines):
+            self.join(replica, engine)
+
+    def of(self, role: str) -> list[Connection]:
+        return [connection for (name, _), connection in sorted(self.connections.items()) if name == role]
+
+    def connect(self, address: str, token: str) -> FakeEngine:
+        return self.behind[address]
+
+    def join(self, replica: int, engine: FakeEngine) -> None:
+        self.behind[f"engine:{replica}"] = engine
+        self._join("engine", replica, SimpleNamespace())
+
+    def leave(self, replica: int) -> None:
+        connection = self.connections.pop(("engine", replica))
+        for observer in self.on_left:
+            observer(connection, "killed")
+
+    def _join(self, role: str, replica: int, peer: Any) -> None:
+        connection = Connection(role, replica, peer, f"{role}:{replica}", 0, {})
+        self.connections[role, replica] = connection
+        for observer in self.on_joined:
+            observer(connection)
+
+
+class Scripted(FakeEngine):
+    """`install` does what the script says, one entry for every call; then it succeeds."""
+
+    def __init__(self, *script: Callable[[], Awaitable[None]]) -> None:
+        super().__init__()
+        self.script = list(script)
+        self.calls = 0
+        self.at_once = 0
+
+    async def install(self, weights: WeightsRef) -> None:
+        self.calls += 1
+        self.at_once += 1
+        assert self.at_once == 1, "two installs at once"
+        try:
+            await asyncio.sleep(1.0)
+            if self.script:
+                await self.script.pop(0)()
+            await super().install(weights)
+        finally:
+            self.at_once -= 1
+
+
+async def refuses() -> None:
+    raise WeightsError("checksum of 00000.safetensors")
+
+
+async def drops() -> None:
+    raise WireError("engine-0 closed the connection")
+
+
+async def hangs() -> None:
+    await asyncio.Event().wait()
+
+
+def ref(version: int) -> WeightsRef:
+    return WeightsRef(version, 0, f"fake:{version}")
+
+
+def test_a_refusal_is_tried_once_more_and_a_second_one_is_an_error() -> None:
+    async def main() -> None:
+        once = World(Scripted(refuses))
+        await once.fleet.install(ref(1))
+        assert once.fleet.version == 1 and once.gateway.told[-1] == [(0, 1)]
+        engine = Scripted(refuses, refuses)
+        twice = World(engine)
+        with pytest.raises(WeightsError, match="checksum"):
+            await twice.fleet.install(ref(1))
+        assert engine.version == 0 and not any(twice.gateway.told), "nobody serves what was refused"
+        await twice.fleet.install(ref(1))
+        assert twice.gateway.told[-1] == [(0, 1)], "the engine is whole, and a later install works"
+
+    run(main())
+
+
+def test_an_engine_that_vanishes_during_an_install_leaves_the_others_serving() -> None:
+    async def main() -> None:
+        world = World(Scripted(drops), FakeEngine())
+        await world.fleet.install(ref(1))
+        assert world.gateway.told[-1] == [(1, 1)]
+        world.leave(0)
+        replacement = Scripted()
+        world.join(0, replacement)
+        assert world.gateway.told[-1] == [(1, 1)], "a new engine does not serve before it holds the version"
+        await asyncio.sleep(2)
+        assert replacement.installed == [1] and world.gateway.told[-1] == [(0, 1), (1, 1)]
+
+    run(main())
+
+
+def test_the_only_engine_may_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        world = World(Scripted(drops))
+        installing = asyncio.create_task(world.fleet.install(ref(1)))
+        await asyncio.sleep(1.5)
+        assert not installing.done()
+        world.leave(0)
+        await asyncio.sleep(20)
+        world.join(0, Scripted())
+        await installing
+        assert world.fleet.version == 1 and world.gateway.told[-1] == [(0, 1)]
+
+    run(main())
+
+
+def test_a_run_without_engines_ends_with_a_reason() -> None:
+    async def main() -> None:
+        world = World(Scripted(drops))
+        with pytest.raises(RunFailed, match="no engine serves version 1, and none came back"):
+            await world.fleet.install(ref(1))
+        assert asyncio.get_running_loop().time() == pytest.approx(fleet_module.RESTART_WAIT_S, abs=5)
+
+    run(main())
+
+
+def test_installs_that_overlap_happen_one_after_another() -> None:
+    """T13: a second update begins while the first is under way; the engine ends with the later one, whole."""
+
+    async def main() -> None:
+        engine = Scripted()
+        world = World(engine)
+        await asyncio.gather(world.fleet.install(ref(1)), world.fleet.install(ref(2)), world.fleet.install(ref(3)))
+        assert engine.installed[-1] == 3 and world.fleet.version == 3
+        assert world.gateway.told[-1] == [(0, 3)]
+        await world.fleet.install(ref(3))
+        assert engine.version == 3
+
+    run(main())
+
+
+def test_an_engine_that_joins_during_an_install_gets_the_newest_version() -> None:
+    async def main() -> None:
+        world = World(Scripted())
+        await world.fleet.install(ref(1))
+        late = Scripted()
+        installing = asyncio.create_task(world.fleet.install(ref(2)))
+        await asyncio.sleep(0.5)
+        world.join(1, late)
+        await installing
+        assert world.gateway.told[-1] == [(0, 2)]
+        await asyncio.sleep(2)
+        assert late.installed == [2] and world.gateway.told[-1] == [(0, 2), (1, 2)]
+
+    run(main())
+
+
+def test_an_engine_that_leaves_is_no_longer_announced() -> None:
+    async def main() -> None:
+        world = World(FakeEngine(), FakeEngine())
+        await world.fleet.install(ref(1))
+        world.leave(1)
+        assert world.gateway.told[-1] == [(0, 1)]
+
+    run(main())
+
+
+async def save(step: int, data: bytes) -> None:
+    """Nobody reads these checkpoints."""
+
+
+class HangingFleet(FakeFleet):
+    async def install(self, weights: WeightsRef) -> None:
+        if weights.version == 2:
+            await asyncio.Event().wait()
+        await super().install(weights)
+
+
+def test_an_install_that_hangs_ends_the_run_within_its_deadline_and_releases_nothing() -> None:
+    """T12: and T11: what an engine may still be reading is not deleted."""
+
+    async def main() -> None:
+        fleet, trainer = HangingFleet(), FakeTrainer()
+        config = fake_config(steps=5, step_timeout_s=50.0)
+        state = fake_state(config, runner=FakeRunner(fleet), trainer=trainer, fleet=fleet)
+        with pytest.raises(RunFailed, match="installing version 2 took longer than loop.step_timeout_s = 50 s"):
+            await Loop(state, save).run()
+        assert asyncio.get_running_loop().time() == pytest.approx(50, abs=1)
+        assert set(trainer.released) <= {0}, f"released {trainer.released} while version 2 was not installed"
+
+    run(main())
+
+
+def test_a_version_is_released_only_after_a_newer_one_is_installed() -> None:
+    """T11: however slow the engines are."""
+    order: list[tuple[str, int]] = []
+
+    class Slow(FakeFleet):
+        async def install(self, weights: WeightsRef) -> None:
+            await asyncio.sleep(70)
+            await super().install(weights)
+            order.append(("installed", weights.version))
+
+    class Releasing(FakeTrainer):
+        async def release(self, versions: Any) -> None:
+            order.extend(("released", version) for version in versions)
+
+    async def main() -> None:
+        fleet = Slow()
+        state = fake_state(fake_config(steps=6), runner=FakeRunner(fleet), trainer=Releasing(), fleet=fleet)
+        await Loop(state, save).run()
+
+    run(main())
+    newest = -1
+    for what, version in order:
+        if what == "installed":
+            newest = version
+        else:
+            assert version < newest, f"version {version} was released while the engines were at {newest}"
+    assert ("installed", 6) in order and any(what == "released" for what, _ in order)
