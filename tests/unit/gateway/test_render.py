@@ -35,8 +35,8 @@ def test_short_cut_equals_template(any_tokenizer: ChatTokenizer) -> None:
 
 
 def test_short_cut_is_refused_to_a_template_that_looks_into_contents(kit: Any) -> None:
-    source = "{% for m in messages %}{% set c = m.content %}{{ c | upper if c | length > 60 else c }}<|sep|>{% endfor %}"
-    source += "{% if messages[-1].role == 'assistant' %}<|end|>{% endif %}"
+    source = "{% for m in messages %}{% set c = m.content %}{{ c | upper if c | length > 60 else c }}<|sep|>"
+    source += "{% endfor %}{% if messages[-1].role == 'assistant' %}<|end|>{% endif %}"
     renderer = TemplateRenderer(kit.tokenizer(source))
     messages = [Message("user", "long " * 30)]
     assert renderer.start(messages).text == ("LONG " * 30) + "<|sep|>"
