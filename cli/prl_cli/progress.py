@@ -75,7 +75,7 @@ class _Lines:
     def update(self, state: LaunchState) -> None:
         status = runs.read_json(self._run.status)
         now = self._clock()
-        key = (condition(status), status.get("step"), state.phase)
+        key = (condition(status), status.get("step"), state.phase == "stopping")
         wait = LINE_EVERY_S if key != self._shown else QUIET_LINE_EVERY_S
         if (
             not status
@@ -93,7 +93,9 @@ class _Lines:
 def plain_line(status: dict[str, Any], state: LaunchState) -> str:
     """The state of a run on one line, such as a log would want it."""
     parts = [f"step {status.get('step', 0)}/{status.get('steps', '?')}"]
-    if condition(status) not in ("running", ""):
+    if state.phase == "stopping":
+        parts.append("ending")
+    elif condition(status) not in ("running", "training", ""):
         parts.append(condition(status))
     for key, name in (("reward", "reward"), ("loss", "loss"), ("eval_last", "eval")):
         if status.get(key) is not None:

@@ -138,10 +138,14 @@ def read_json(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+ENDED = ("completed", "stopped", "failed", "preempted")
+"""Last states of a run; in any other one there must be a process."""
+
+
 def status(run: RunDir) -> dict[str, Any]:
     """status.json, with the state corrected: "paused", and "dead" when the process that wrote it is gone."""
     value = read_json(run.status)
-    if value.get("state") in ("starting", "running"):
+    if value and value.get("state") not in ENDED:
         if not is_alive(run):
             value["state"] = "dead"
         elif value.get("paused"):

@@ -52,6 +52,9 @@ def lines(run: RunDir, summary: dict[str, Any]) -> list[str]:
         found[0] += f" in {output.duration(summary['seconds'])}"
     if summary.get("eval_first") is not None or summary.get("eval_last") is not None:
         found.append(f"  evaluation   {number(summary.get('eval_first'))} -> {number(summary.get('eval_last'))}")
+    if summary.get("loss") is not None:
+        held_out = f", held-out {number(summary['eval_loss'])}" if summary.get("eval_loss") is not None else ""
+        found.append(f"  loss         {number(summary['loss'])}{held_out}")
     if "tokens_trained" in summary:
         text = f"{number(summary['tokens_trained'])} trained"
         if "tokens_generated" in summary:

@@ -42,12 +42,13 @@ def init(
     taken = [str(target) for target in targets if target.exists()]
     if taken and not force:
         raise UsageError(f"{', '.join(taken)} exists: name another folder, or overwrite with --force")
+    templates = files("prl_cli") / "templates"
+    sources = [templates / (f"{kind}.toml" if target.suffix == ".toml" else f"{target.name}.template") for target in targets]
+    texts = [source.read_text(encoding="utf-8").replace("my-run", _name(path)) for source in sources]
     try:
         path.mkdir(parents=True, exist_ok=True)
-        for target in targets:
-            template = f"{kind}.toml" if target.suffix == ".toml" else target.name
-            text = (files("prl_cli") / "templates" / template).read_text(encoding="utf-8")
-            target.write_text(text.replace("my-run", _name(path)), encoding="utf-8")
+        for target, text in zip(targets, texts):
+            target.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"cannot write into {path}: {error}") from error
     if json:
