@@ -43,7 +43,9 @@ def init(
     if taken and not force:
         raise UsageError(f"{', '.join(taken)} exists: name another folder, or overwrite with --force")
     templates = files("prl_cli") / "templates"
-    sources = [templates / (f"{kind}.toml" if target.suffix == ".toml" else f"{target.name}.template") for target in targets]
+    sources = [
+        templates / (f"{kind}.toml" if target.suffix == ".toml" else f"{target.name}.template") for target in targets
+    ]
     texts = [source.read_text(encoding="utf-8").replace("my-run", _name(path)) for source in sources]
     try:
         path.mkdir(parents=True, exist_ok=True)
