@@ -209,6 +209,48 @@ def test_a_controller_that_ignores_sigterm_is_killed_after_its_grace(
     assert "engine-0 ended with code 0" in capfd.readouterr().err
 
 
+ON_TERM = """
+    import pathlib, signal, sys, time
+    def stop(*_):
+        time.sleep({pause})
+        (pathlib.Path(sys.argv[1]) / "{name}").write_text(str(time.monotonic()))
+        sys.exit({code})
+    signal.signal(signal.SIGTERM, stop)
+    (pathlib.Path(sys.argv[1]) / "{name}-up").touch()
+    while True: time.sleep(0.02)
+"""
+
+
+def stop_when_up(run: Path, *names: str) -> Callable[[LaunchState], None]:
+    sent: list[bool] = []
+
+    def on_tick(state: LaunchState) -> None:
+        if not sent and all((run / f"{name}-up").exists() for name in names):
+            sent.append(True)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    return on_tick
+
+
+def test_the_controller_is_stopped_first_and_the_others_when_it_has_ended(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    code, _ = launch(
+        tmp_path,
+        controller(ON_TERM.format(pause=0.3, name="controller", code=75)),
+        service("engine", ON_TERM.format(pause=0, name="engine", code=0)),
+        on_tick=stop_when_up(run, "controller", "engine"),
+    )
+    assert code == 75
+    assert float((run / "controller").read_text()) < float((run / "engine").read_text())
+
+
+def test_a_plan_without_a_controller_is_stopped_through_its_main_role(tmp_path: Path) -> None:
+    trainer = Role("trainer", python(ON_TERM.format(pause=0.3, name="trainer", code=75)), purpose="main")
+    code, run_dir = launch(tmp_path, trainer, on_tick=stop_when_up(tmp_path / "run", "trainer"))
+    assert code == 75
+    assert (run_dir.path / "trainer").exists()
+
+
 def test_children_of_children_do_not_survive_even_in_a_session_of_their_own(tmp_path: Path) -> None:
     nested = """
         import pathlib, subprocess, sys, time

@@ -105,6 +105,9 @@ class Supervision:
         self._config = config
         self._on_tick = on_tick
         self._slots = [Slot(role, replica) for role in plan.roles for replica in range(role.replicas)]
+        main = [slot for slot in self._slots if slot.role.purpose == "main"]
+        self._leading = [slot for slot in main if slot.role.name == CONTROLLER] or main
+        """Who is asked first to stop, with time for a checkpoint: the controller, or what there is in its place."""
         self._mark = secrets.token_hex(16)
         self._inherited = variables.current()
         self._gpus = variables.assign_gpus(plan, variables.visible_gpus(self._inherited))
@@ -173,7 +176,7 @@ class Supervision:
         report.add_done_callback(self._reports.discard)
 
     def _main_ended(self, slot: Slot, code: int) -> None:
-        if self._phase == "stopping" and slot.role.name != CONTROLLER:
+        if self._phase == "stopping" and slot not in self._leading:
             return  # it was told to end
         if code != 0 and self._code in (None, 0):
             self._code = code if code > 0 else 1
@@ -225,12 +228,11 @@ class Supervision:
         for slot in self._slots:
             if slot.state == "restarting":
                 slot.state = "ended"
-        leading = [slot for slot in self._slots if slot.role.name == CONTROLLER]
-        late = await self._terminate(leading, self._config.grace_s)
+        late = await self._terminate(self._leading, self._config.grace_s)
         if late and not self._kill_asked:
             self._code = self._code or 1
             self._blame(late[0], f"did not stop within {self._config.grace_s:g} s and was killed")
-        await self._terminate([slot for slot in self._slots if slot not in leading], self._config.role_grace_s)
+        await self._terminate([slot for slot in self._slots if slot not in self._leading], self._config.role_grace_s)
 
     async def _terminate(self, slots: list[Slot], grace: float) -> list[Slot]:
         """SIGTERM, `grace` seconds, SIGKILL. Returns those that had to be killed."""

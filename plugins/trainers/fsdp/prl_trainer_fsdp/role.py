@@ -16,7 +16,7 @@ class FsdpPlugin:
     def role(self, config: RunConfig | SftConfig) -> Role:
         """One process, or torchrun with `trainer.processes` of them; each registers as its own replica."""
         module = "prl_trainer_fsdp.sft" if isinstance(config, SftConfig) else "prl_trainer_fsdp"
-        gpus = config.trainer.processes if self.config.device == "cuda" else 0
+        gpus = 0 if self.config.device == "cpu" else config.trainer.processes
         return Role(
             "trainer",
             command(config.trainer.processes, module, "{run_dir}"),
