@@ -2,7 +2,8 @@
 
 It writes `v_000012.tmp/`, shard by shard, the manifest last, and renames it to `v_000012/`: the name is there only
 when everything under it is. Nothing is ever deleted but what `release` names (every reader has acknowledged it) and
-what a dead sender left half written.
+what a dead sender left: the half written at once, the whole ones with the first release, since by then every reader
+holds something of this sender.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class Sender:
         self.directory.mkdir(parents=True, exist_ok=True)
         for left in self.directory.glob("v_*.tmp"):
             shutil.rmtree(left, ignore_errors=True)
+        self._inherited = set(self.directory.glob("v_*"))
 
     def send(
         self,
@@ -49,17 +51,18 @@ class Sender:
         final = self.directory / manifests.directory_name(version)
         temporary = final.with_suffix(".tmp")
         try:
-            faults.point("channel.send")
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
             files, entries = self._write_shards(temporary, tensors)
+            faults.point("channel.send")
             content = Manifest(manifests.SCHEMA, version, incarnation, files, entries, list(probes), tolerance)
             written = manifests.write(content, temporary)
             if self.config.fsync:
                 _fsync(written)
                 _fsync(temporary)
-            self._remove(version)
+            self._remove(final)
             temporary.rename(final)
+            self._inherited.discard(final)
             if self.config.fsync:
                 _fsync(self.directory)
         except OSError as error:
@@ -75,11 +78,12 @@ class Sender:
 
     def release(self, versions: Sequence[int]) -> None:
         for version in versions:
-            self._remove(version)
+            self._remove(self.directory / manifests.directory_name(version))
+        while self._inherited:
+            self._remove(self._inherited.pop())
 
-    def _remove(self, version: int) -> None:
+    def _remove(self, path: Path) -> None:
         """Renamed first, so that nobody ever sees a directory with a manifest and half of its files."""
-        path = self.directory / manifests.directory_name(version)
         leaving = path.with_suffix(".released.tmp")
         shutil.rmtree(leaving, ignore_errors=True)
         try:

@@ -299,6 +299,18 @@ def test_a_sender_clears_away_what_a_dead_one_left(tmp_path: Path) -> None:
     assert_same(receive(kept), tensors(3))
 
 
+def test_whole_versions_of_a_dead_sender_go_with_the_first_release(tmp_path: Path) -> None:
+    inherited = [send(tmp_path, version=version) for version in (3, 4, 5)]
+    sender = build(FAST).sender(tmp_path)
+    again = sender.send(4, 1, tensors(4).items(), PROBES, 1e-3)
+    newer = sender.send(6, 1, tensors(6).items(), PROBES, 1e-3)
+    assert_same(receive(inherited[2]), tensors(5))
+    sender.release([2])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["v_000004", "v_000006"]
+    assert_same(receive(again), tensors(4))
+    assert_same(receive(newer), tensors(6))
+
+
 def test_what_cannot_be_represented_is_refused_before_anything_is_visible(tmp_path: Path) -> None:
     sender = build(FAST).sender(tmp_path)
     with pytest.raises(WeightsError, match="'wave' is torch.complex64"):
