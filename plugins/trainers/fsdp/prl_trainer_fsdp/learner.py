@@ -20,7 +20,7 @@ from prl_models.provider import load_model
 from prl_trainer_fsdp.config import FsdpConfig
 from prl_trainer_fsdp.metrics import StepMetrics
 from prl_trainer_fsdp.optim import adamw, clip, learning_rate
-from prl_trainer_fsdp.parallel import Runtime, shard
+from prl_trainer_fsdp.parallel import Runtime, reshard, shard
 from prl_trainer_fsdp.rows import DeviceRow, device_row, empty_row
 
 
@@ -80,6 +80,7 @@ class Learner:
             logprobs, entropy = self.model(on_device.batch)
             outputs = self.loss(on_device.loss_inputs(logprobs, entropy, 0, denominators))
             metrics.add_row(on_device, logprobs, entropy, outputs, 0, real)
+        reshard(self.model)
         return metrics.reduce()
 
     @torch.no_grad()
@@ -93,6 +94,7 @@ class Learner:
         batch = PackedBatch.build(tokens, bounds, targets, ones, self.runtime.device)
         logprobs = np.zeros(bounds[-1], np.float64)
         logprobs[targets] = self.model(batch)[0].double().cpu().numpy()
+        reshard(self.model)
         return [part.tolist() for part in np.split(logprobs, bounds[1:-1])]
 
     def _computed(self, rows: Sequence[PackedRow]) -> list[PackedRow]:

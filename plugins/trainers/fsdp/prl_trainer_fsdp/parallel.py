@@ -85,6 +85,12 @@ def shard(model: nn.Module, blocks: list[nn.Module], runtime: Runtime, dtype: st
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
 
 
+def reshard(model: nn.Module) -> None:
+    """After a forward pass without a backward one: FSDP leaves the root's parameters whole, in a buffer of its own."""
+    if isinstance(model, FSDPModule):
+        model.reshard()
+
+
 def gather(tensor: Tensor) -> Tensor:
     """The whole of a sharded tensor, on every rank; every rank has to call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
