@@ -17,6 +17,10 @@ RESTART_WAIT_S = 300.0
 """How long a run without any engine waits for one to be started again."""
 
 
+RETRY_PAUSE_S = 1.0
+"""Between an install that failed and the second try: by then the launcher has reported a process that died."""
+
+
 class WireFleet:
     """Engines by replica. One that registers installs and verifies the current version before it serves."""
 
@@ -64,17 +68,33 @@ class WireFleet:
             await client.close()
 
     async def _bring(self, replica: int) -> None:
-        """Install and verify in one engine. One that dies meanwhile is simply gone."""
+        """Install and verify in one engine. One that dies meanwhile is simply gone.
+
+        Raises:
+            WeightsError: it refused, or could not, twice, and is still there.
+        """
         client, weights = self._clients[replica], self._current
         assert weights is not None
         try:
             await client.install(weights)
-        except WeightsError as error:
-            # Once more: a read that raced the file system is no reason to end a run.
+        except (WeightsError, WireError) as error:
+            # Once more: a read that raced the file system, or an error of the engine that it survived, is no reason
+            # to end a run. A dead engine is known to be gone after the pause.
+            await asyncio.sleep(RETRY_PAUSE_S)
+            if self._clients.get(replica) is not client:
+                return
             log.warning("engine-%d: %s; trying again", replica, error)
-            await client.install(weights)
-        if replica in self._clients:
+            await self._once_more(replica, client, weights)
+        if self._clients.get(replica) is client:
             self._versions[replica] = weights.version
+
+    async def _once_more(self, replica: int, client: EngineClient, weights: WeightsRef) -> None:
+        try:
+            await client.install(weights)
+        except WireError as error:
+            await asyncio.sleep(RETRY_PAUSE_S)
+            if self._clients.get(replica) is client:
+                raise WeightsError(f"engine-{replica} cannot install version {weights.version}: {error}") from error
 
     def _serving(self) -> list[int]:
         current = self._current

@@ -96,10 +96,6 @@ async def drops() -> None:
     raise WireError("engine-0 closed the connection")
 
 
-async def hangs() -> None:
-    await asyncio.Event().wait()
-
-
 def ref(version: int) -> WeightsRef:
     return WeightsRef(version, 0, f"fake:{version}")
 
@@ -120,12 +116,29 @@ def test_a_refusal_is_tried_once_more_and_a_second_one_is_an_error() -> None:
     run(main())
 
 
+def test_an_engine_that_fails_and_lives_is_asked_again_and_fails_the_run_the_second_time() -> None:
+    """T12: its answer is an error that is not about the weights, as a server's 500 is."""
+
+    async def main() -> None:
+        world = World(Scripted(drops))
+        await world.fleet.install(ref(1))
+        assert world.gateway.told[-1] == [(0, 1)]
+        world = World(Scripted(drops, drops), FakeEngine())
+        with pytest.raises(WeightsError, match="engine-0 cannot install version 1: engine-0 closed"):
+            await world.fleet.install(ref(1))
+        assert asyncio.get_running_loop().time() < 10
+        await world.fleet.install(ref(2))
+        assert world.gateway.told[-1] == [(0, 2), (1, 2)]
+
+    run(main())
+
+
 def test_an_engine_that_vanishes_during_an_install_leaves_the_others_serving() -> None:
     async def main() -> None:
         world = World(Scripted(drops), FakeEngine())
+        asyncio.get_running_loop().call_later(1.5, world.leave, 0)
         await world.fleet.install(ref(1))
         assert world.gateway.told[-1] == [(1, 1)]
-        world.leave(0)
         replacement = Scripted()
         world.join(0, replacement)
         assert world.gateway.told[-1] == [(1, 1)], "a new engine does not serve before it holds the version"
@@ -153,6 +166,7 @@ def test_the_only_engine_may_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_run_without_engines_ends_with_a_reason() -> None:
     async def main() -> None:
         world = World(Scripted(drops))
+        asyncio.get_running_loop().call_later(1.5, world.leave, 0)
         with pytest.raises(RunFailed, match="no engine serves version 1, and none came back"):
             await world.fleet.install(ref(1))
         assert asyncio.get_running_loop().time() == pytest.approx(fleet_module.RESTART_WAIT_S, abs=5)
