@@ -85,10 +85,13 @@ class Kit:
         self.folder = folder
         self._open: list[Any] = []
 
-    def load(self, folder: Path | None = None, **options: Any) -> model.LoadedModel:
+    def load(self, folder: Path | None = None, attention: str = slots.ATTENTION) -> model.LoadedModel:
         slots.register()
-        table = ModelTable(path=str(folder or self.folder))
-        return model.load(table, torch.device("cpu"), options.pop("attention", slots.ATTENTION), 0)
+        if folder is not None:
+            return model.load(ModelTable(path=str(folder)), torch.device("cpu"), attention, 0)
+        module = make_module().requires_grad_(False)
+        module.set_attn_implementation(attention)
+        return model.LoadedModel(module, torch.device("cpu"), 128)
 
     def fixed(self, loaded: model.LoadedModel | None = None, **options: Any) -> Runner:
         runner = Runner(fixed.FixedScheduler(loaded or self.load(), 16, 8, **options))

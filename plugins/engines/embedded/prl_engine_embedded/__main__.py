@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import sys
+import threading
 
 from prl import role
 from prl.wire import Server
@@ -11,8 +14,16 @@ from prl_engine_embedded.config import EmbeddedConfig
 from prl_engine_embedded.server import EngineServer, build_receiver, build_scheduler
 
 
+def _end_process(args: threading.ExceptHookArgs) -> None:
+    """A scheduler whose thread died would leave every request waiting: better no engine than a silent one."""
+    logging.getLogger(__name__).critical("a thread of the engine died", exc_info=args.exc_value)
+    sys.stderr.flush()
+    os._exit(1)
+
+
 async def serve(process: role.RoleProcess) -> None:
     """Load, serve, register, and report once a second until told to stop."""
+    threading.excepthook = _end_process
     own = EmbeddedConfig.model_validate(process.config.engine.own)
     model, scheduler = await asyncio.to_thread(build_scheduler, process.config, own)
     engine = EngineServer(

@@ -375,6 +375,7 @@ class FixedScheduler:
         self._empty_bias[..., 0] = 0
         return self._empty_bias.repeat(self._slots, 1, 1, 1)
 
+    @torch.inference_mode()
     def _fail_everything(self, why: str) -> None:
         """A pass raised: what it left in the cache cannot be trusted, so every request starts again elsewhere."""
         rows = [row for row in self._rows if row is not None]
