@@ -18,6 +18,9 @@ TAKEN = {"prl", "prl-cli"}
 PART_OF = {"pydantic_core": "pydantic"}
 """Packages that come with exactly one version of another."""
 
+PEERS = {"trl", "datasets"}
+"""Measured against where they are installed."""
+
 OPTIONAL = {"pytest", "uvloop", "flash_attn"}
 """Used where they are present, or by code for tests; nothing declares them."""
 
@@ -98,6 +101,28 @@ def test_every_import_is_declared(distributions: list[Distribution]) -> None:
                 if not owners & declared:
                     problems.append(f"{path.relative_to(dist.path)}: {module} is not a dependency of {dist.name}")
     assert not problems, "\n".join(problems)
+
+
+def test_tools_and_what_tests_import_are_declared(
+    distributions: list[Distribution], workspace: dict[str, Any], root: Path
+) -> None:
+    tools = set(workspace["dependency-groups"]["dev"])
+    required = (root / "requirements.txt").read_text()
+    assert set(required.partition("# development\n")[2].split()) == tools, "pip's door and uv's differ"
+    providers = importlib.metadata.packages_distributions() | {dist.package: [dist.name] for dist in distributions}
+    declared = {_distribution_name(line) for line in tools}.union(*map(_declared, distributions))
+    local = {
+        path.stem
+        for path in [*root.glob("tests/**/*.py"), *root.glob("benchmarks/**/*.py"), *root.glob("examples/**/*.py")]
+    }
+    local |= {"tests", "benchmarks", "acme_arithmetic", "acme_reinforce", *sys.stdlib_module_names}
+    problems = []
+    for path in [*root.glob("tests/**/*.py"), *root.glob("examples/**/*.py"), *root.glob("benchmarks/**/*.py")]:
+        for module in _imported(path) - local:
+            owners = {_distribution_name(owner) for owner in providers.get(PART_OF.get(module, module), [])}
+            if not owners & declared and module not in PEERS:
+                problems.append(f"{path.relative_to(root)}: {module}")
+    assert not problems, problems
 
 
 def test_entry_points_are_light_declarations(distributions: list[Distribution]) -> None:
