@@ -25,7 +25,7 @@ from prl.messages import GenerateRequest, Generation
 from prl_engine_embedded.methods import Failure
 from prl_engine_embedded.model import LoadedModel
 from prl_engine_embedded.sampling import sample, uniforms
-from prl_engine_embedded.scheduler import Deliver, Key, Result
+from prl_engine_embedded.scheduler import Deliver, Key, Result, problem_with
 from prl_engine_embedded.slots import SlotCache
 
 log = logging.getLogger(__name__)
@@ -195,7 +195,7 @@ class FixedScheduler:
             self._decode()
 
     def _admit(self, key: Key, request: GenerateRequest) -> None:
-        problem = _problem(request, self._model.max_tokens)
+        problem = problem_with(request, self._model.max_tokens)
         if problem is not None:
             self._finished.append(Result(key, None, problem))
             return
@@ -386,26 +386,6 @@ class FixedScheduler:
             self._finished.extend(Result(row.key, None, Failure("", why, retryable=True)) for row in queue)
             queue.clear()
         self._num_waiting = 0
-
-
-def _problem(request: GenerateRequest, max_tokens: int) -> Failure | None:
-    if not request.token_ids:
-        return Failure("bad_request", "an empty prompt: there is nothing to continue")
-    if len(request.token_ids) >= max_tokens:
-        return Failure(
-            "context_full",
-            f"the prompt has {len(request.token_ids)} tokens and a sequence may have {max_tokens}: shorten the "
-            "conversation or raise engine.max_sequence_tokens",
-        )
-    if request.sampling.top_p != 1.0 or request.sampling.top_k != 0:
-        return Failure(
-            "bad_request",
-            f"top_p = {request.sampling.top_p:g}, top_k = {request.sampling.top_k}: the embedded engine samples from "
-            "the whole distribution only (top_p = 1, top_k = 0)",
-        )
-    if request.sampling.max_tokens < 1:
-        return Failure("bad_request", f"max_tokens = {request.sampling.max_tokens}: at least 1 is needed")
-    return None
 
 
 def _nan_message(row: Row, version: int) -> str:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ class LoadedModel:
         self.module = module
         self.device = device
         self.max_tokens = max_tokens
+        self.lock = threading.RLock()
+        """Held by whoever scores or changes weights: holding the scheduler keeps it out, not one another."""
 
     @torch.inference_mode()
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -50,7 +53,8 @@ class LoadedModel:
                 if end > start and wider * (end - start + 1) > SCORE_TOKENS:
                     break
                 width, end = wider, end + 1
-            results.extend(self._score(sequences[start:end], width))
+            with self.lock:
+                results.extend(self._score(sequences[start:end], width))
             start = end
         return results
 

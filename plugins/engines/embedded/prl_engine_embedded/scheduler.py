@@ -58,3 +58,24 @@ class Scheduler(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+def problem_with(request: GenerateRequest, max_tokens: int) -> Failure | None:
+    """Why a request cannot be answered by this engine at all; `max_tokens` is the longest sequence."""
+    if not request.token_ids:
+        return Failure("bad_request", "an empty prompt: there is nothing to continue")
+    if len(request.token_ids) >= max_tokens:
+        return Failure(
+            "context_full",
+            f"the prompt has {len(request.token_ids)} tokens and a sequence may have {max_tokens}: shorten the "
+            "conversation or raise engine.max_sequence_tokens",
+        )
+    if request.sampling.top_p != 1.0 or request.sampling.top_k != 0:
+        return Failure(
+            "bad_request",
+            f"top_p = {request.sampling.top_p:g}, top_k = {request.sampling.top_k}: the embedded engine samples from "
+            "the whole distribution only (top_p = 1, top_k = 0)",
+        )
+    if request.sampling.max_tokens < 1:
+        return Failure("bad_request", f"max_tokens = {request.sampling.max_tokens}: at least 1 is needed")
+    return None

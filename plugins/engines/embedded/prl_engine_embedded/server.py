@@ -150,7 +150,7 @@ class EngineServer:
             raise WeightsError(f"version {weights.version} cannot be read: {type(error).__name__}: {error}") from error
 
     def _swap(self, weights: WeightsRef, received: ReceivedWeights) -> None:
-        with self.scheduler.hold():
+        with self.scheduler.hold(), self.model.lock:
             swap = Swap(self.model.module)
             swap.check(received.tensors)
             try:
