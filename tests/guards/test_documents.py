@@ -21,13 +21,17 @@ HOOKS = sorted(name for name in vars(hookspecs) if name.startswith("prl_"))
 def configurations(root: Path) -> list[Path]:
     """Every TOML that a reader is meant to start a run with."""
     found = [*root.glob("examples/**/*.toml"), *root.glob("cli/prl_cli/templates/*.toml")]
-    return sorted(path for path in found if path.name != "pyproject.toml" and not {"runs", ".venv"} & set(path.parts))
+    return sorted(
+        path
+        for path in found
+        if path.name != "pyproject.toml" and not {"runs", ".venv"} & set(path.relative_to(root).parts)
+    )
 
 
 def test_shipped_configurations_are_valid(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of `examples/plugins` need a plugin that is not installed here; their own test uses them."""
     monkeypatch.chdir(root)
-    found = [path for path in configurations(root) if "plugins" not in path.parts]
+    found = [path for path in configurations(root) if "plugins" not in path.relative_to(root).parts]
     assert found
     for path in found:
         schema = SftConfig if "data" in tomllib.loads(path.read_text()) else RunConfig
