@@ -130,6 +130,17 @@ def test_a_packed_model_equals_transformers_on_each_document(folder: Path, share
         assert_parity(wanted[name], parameter.grad, 2e-5, name)
 
 
+def test_weights_have_the_names_and_bits_of_the_folder(folder: Path) -> None:
+    """Also where transformers fuses experts in memory: on disk every expert has its own matrices."""
+    from safetensors.torch import load_file
+
+    from prl.testing.numerics import assert_same_bits
+    from prl_models.hf import HfProvider
+
+    model = HfProvider().load(str(folder), CPU)
+    assert_same_bits(load_file(folder / "model.safetensors"), dict(model.disk_tensors(lambda tensor: tensor)))
+
+
 def test_stateful_models_are_refused_by_name(tmp_path: Path) -> None:
     import transformers as t
 

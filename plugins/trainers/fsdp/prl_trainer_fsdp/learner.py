@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
 from prl.config.schema import ModelTable
 from prl.errors import RunFailed
@@ -20,7 +19,7 @@ from prl_models.provider import load_model
 from prl_trainer_fsdp.config import FsdpConfig
 from prl_trainer_fsdp.metrics import StepMetrics
 from prl_trainer_fsdp.optim import adamw, clip, learning_rate
-from prl_trainer_fsdp.parallel import Runtime, reshard, shard
+from prl_trainer_fsdp.parallel import Runtime, recompute, reshard, shard
 from prl_trainer_fsdp.rows import DeviceRow, device_row, empty_row
 
 
@@ -35,14 +34,15 @@ class Learner:
         self.model: Any = load_model(table.path, table.impl, runtime.device)
         blocks = self.model.blocks
         if config.recompute:
-            apply_activation_checkpointing(self.model, check_fn=lambda module: module in set(blocks))
+            for block in blocks:
+                recompute(block)
         shard(self.model, blocks, runtime, table.dtype)
         self.optimizer = adamw(config, self.parameters())
         self.steps = 0
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Named as in transformers, tied ones once."""
-        return [(_plain(name), parameter) for name, parameter in self.model.named_parameters()]
+        return [(name.removeprefix("hf."), parameter) for name, parameter in self.model.named_parameters()]
 
     def step(self, rows: Sequence[PackedRow], denominators: dict[str, float], version: int) -> dict[str, float]:
         """One optimiser step on this rank's rows; all ranks have the same number, empty ones included.
@@ -112,7 +112,3 @@ class Learner:
             loss = loss * 0.0 + (logprobs.sum() + entropy.sum()) * 0.0
         loss.backward()
         metrics.add_row(row, logprobs.detach(), entropy.detach(), outputs, version, real)
-
-
-def _plain(name: str) -> str:
-    return name.replace("_checkpoint_wrapped_module.", "").removeprefix("hf.")
