@@ -57,7 +57,7 @@ bench-overlap: setup
 	$(BIN)/python benchmarks/overlap.py
 
 bench-dataplane: setup
-	$(BIN)/python benchmarks/dataplane.py
+	$(BIN)/python benchmarks/data_plane.py
 
 clean:
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -3,9 +3,9 @@
     python benchmarks/data_plane.py [packing] [loop] [wire] [store]     (all of them without arguments)
 
 Each part runs in a fresh process pinned to one core; the roles at the other end of ZeroMQ run in a process of their
-own on another core. The result goes to benchmarks/data_plane.json with date, hardware, versions and command. Rates are
-given by the clock on the wall and by the CPU time of the process (all its threads): the first says what was reached
-here, the second what the core would reach without other work on the machine, whose load stands beside it.
+own on another core. The result goes to benchmarks/results/data_plane.json with date, hardware, versions and command.
+Rates are given by the clock on the wall and by the CPU time of the process (all its threads): the first says what was
+reached here, the second what the core would reach without other work on the machine, whose load stands beside it.
 
 packing   10,000 samples of 1,000,000 tokens: `pack`, and `pack` + building + encoding every `TrainBatch` row
 loop      generate, score, batch, train and publish over in-process fakes, 1,000 tokens a rollout, batches encoded
@@ -67,7 +67,7 @@ from prl.testing.fakes import FakeFleet, FakeRunner, FakeTrainer, fake_config, f
 from prl.types import Credit, Message, Reward, Rollout, RolloutHeader, SampleHeader, Task
 from prl.wire import Client, Peer
 
-RESULT = Path(__file__).with_suffix(".json")
+RESULT = Path(__file__).parent / "results" / "data_plane.json"
 ROW_TOKENS = 16384
 NUM_TOKENS = 1000
 GROUP_SIZE, GROUPS_PER_STEP = 8, 64

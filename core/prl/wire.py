@@ -39,12 +39,8 @@ R = TypeVar("R")
 
 CALL, REPLY, ERROR, NOTIFY = range(4)
 
-
-LARGE = 65536
-"""Bytes from which a payload travels in a frame of its own."""
-TOGETHER = 32
-"""Envelopes in one message at most: the peer works on the first while the next are made."""
-
+LARGE = 65536  # bytes from which a payload travels in a frame of its own
+TOGETHER = 32  # envelopes in one message at most: the peer works on the first while the next are made
 _MORE = int(zmq.SNDMORE) | int(zmq.NOBLOCK)  # plain ints: pyzmq's enums cost 5 us a message
 _LAST = int(zmq.NOBLOCK)
 
@@ -200,16 +196,13 @@ class _Endpoint:
             self._transmit(peer, envelopes, None)
 
     def _transmit(self, peer: Peer, envelopes: list[Envelope], payload: bytes | None) -> None:
-        send = self._socket.send
+        frames = [self._token, _encode(envelopes)] if payload is None else [self._token, _encode(envelopes), payload]
         try:
             if peer._route is not None:
-                send(peer._route, _MORE)
-            send(self._token, _MORE)
-            if payload is None:
-                send(_encode(envelopes), _LAST)
-            else:
-                send(_encode(envelopes), _MORE)
-                send(payload, _LAST, copy=False)
+                self._socket.send(peer._route, _MORE)
+            for frame in frames[:-1]:
+                self._socket.send(frame, _MORE)
+            self._socket.send(frames[-1], _LAST, copy=payload is None)
         except zmq.ZMQError as error:
             peer.fail(f"cannot be reached ({error})")
         # Sending may consume the edge that announces incoming messages, so look once more.
@@ -261,7 +254,7 @@ class _Endpoint:
             payload = frames[2].buffer if len(frames) == 3 else envelope.payload
             if envelope.kind in (REPLY, ERROR):
                 peer._resolve(envelope, payload)
-            else:
+            elif not self._closed:  # a handler of an earlier envelope may have closed it
                 self._dispatch(peer, envelope, payload)
         return max(1, len(envelopes))
 
@@ -281,7 +274,7 @@ class _Endpoint:
             task = self._loop.create_task(self._finish(peer, envelope, result))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-        elif envelope.kind == CALL:
+        elif envelope.kind == CALL and not self._closed:
             self.send(peer, REPLY, envelope.id, envelope.method, reply)
 
     async def _finish(self, peer: Peer, envelope: Envelope, result: Awaitable[Any]) -> None:
