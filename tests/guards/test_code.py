@@ -15,10 +15,7 @@ MODULE_LINES = 400
 FUNCTION_LINES = 60
 """Without its docstring."""
 
-TOO_LONG: dict[str, int] = {
-    "core/prl/wire.py": 420,
-    "plugins/engines/embedded/prl_engine_embedded/fixed.py": 420,
-}
+TOO_LONG: dict[str, int] = {}
 """Modules ("core/prl/x.py") and functions ("core/prl/x.py:name") above the budget, with the size they must not exceed.
 The list may only shrink: an entry whose size has fallen by SLACK has to be lowered, or removed."""
 SLACK = 20
