@@ -110,7 +110,8 @@ def sha256(file: Path) -> str:
 
 def _moments(moments: Any, name: str, parameter: Tensor) -> dict[str, Tensor]:
     state = {key: moments.get_tensor(f"{key}.{name}") for key in MOMENTS}
-    return {key: value if key == "step" else scatter_like(value, parameter) for key, value in state.items()}
+    step = state.pop("step").to(parameter.device)  # the fused kernel counts where the parameters are
+    return {"step": step, **{key: scatter_like(value, parameter) for key, value in state.items()}}
 
 
 def _check_same_model(weights: Any, parameters: Mapping[str, Tensor], file: Path) -> None:
