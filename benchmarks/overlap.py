@@ -53,9 +53,7 @@ class SlottedRunner(FakeRunner):
 
 async def fake_run(max_staleness: int) -> dict[str, float]:
     """Seconds per step after the first `SKIPPED`, and busy fractions of the whole run."""
-    config = fake_config(
-        steps=STEPS, groups_per_step=GROUPS, group_size=GROUP_SIZE, max_staleness=max_staleness
-    )
+    config = fake_config(steps=STEPS, groups_per_step=GROUPS, group_size=GROUP_SIZE, max_staleness=max_staleness)
     fleet = FakeFleet()
     runner = SlottedRunner(fleet)
     state = fake_state(config, runner=runner, trainer=FakeTrainer(lambda: STEP_S, keep=False), fleet=fleet)
@@ -66,7 +64,8 @@ async def fake_run(max_staleness: int) -> dict[str, float]:
     started = time.perf_counter()
     await Loop(state, save).run()
     wall = time.perf_counter() - started
-    steps = [values["time/step"] for _, values in state.sink.lines if "time/step" in values][SKIPPED:]  # type: ignore[attr-defined]
+    lines = state.sink.lines  # type: ignore[attr-defined]
+    steps = [values["time/step"] for _, values in lines if "time/step" in values][SKIPPED:]
     return {
         "step_s": sum(steps) / len(steps),
         "engine_busy": runner.busy_s / wall,
@@ -83,7 +82,8 @@ def fakes() -> dict[str, Any]:
         result["speed_up"] = speed_up
         print(
             f"  K={k}: {result['step_s'] * 1e3:6.1f} ms a step, {speed_up:.2f} times K=0; busy: engine "
-            f"{result['engine_busy']:.0%}, trainer {result['trainer_busy']:.0%}; staleness at most {result['staleness_max']}"
+            f"{result['engine_busy']:.0%}, trainer {result['trainer_busy']:.0%}; "
+            f"staleness at most {result['staleness_max']}"
         )
     passed = all(found[k]["speed_up"] >= target for k, target in TARGETS.items())
     return {"step_s": STEP_S, "runs": {str(k): v for k, v in found.items()}, "targets": TARGETS, "passed": passed}

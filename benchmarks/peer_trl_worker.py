@@ -3,7 +3,7 @@
     python peer_trl_worker.py MODEL TASKS.json OUT.json
 
 TASKS.json: {"train": [texts], "eval": [texts], "steps", "lr", "min_lr_ratio", "eval_every", "threads", "seed"}.
-OUT.json: {"step_s": [...], "evals": [[step, seconds of training, exact match]]}. Time spent in evaluation is not counted.
+OUT.json: {"step_s": [...], "evals": [[step, seconds of training, exact match]]}. Evaluation is not counted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ GROUPS, GROUP_SIZE, MAX_TOKENS = 32, 8, 8
 
 def score(completions: list[list[dict[str, str]]], answer: list[str], **_: Any) -> list[float]:
     """1 for the exact answer; of n letters, 0.5 * k / (n + 1) for the first k right."""
-    return [reward(completion[0]["content"].strip(), target) for completion, target in zip(completions, answer, strict=True)]
+    return [
+        reward(completion[0]["content"].strip(), target) for completion, target in zip(completions, answer, strict=True)
+    ]
 
 
 def reward(text: str, target: str) -> float:
@@ -70,7 +72,9 @@ class Clock(TrainerCallback):  # type: ignore[misc]
             self.tokenizer.apply_chat_template(chat(text), tokenize=False, add_generation_prompt=True)
             for text in self.texts
         ]
-        batch = self.tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
+        batch = self.tokenizer(
+            prompts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False
+        )
         out = model.generate(**batch, max_new_tokens=MAX_TOKENS, do_sample=False)
         answers = self.tokenizer.batch_decode(out[:, batch.input_ids.shape[1] :], skip_special_tokens=True)
         model.train()

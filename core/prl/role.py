@@ -56,9 +56,7 @@ class RoleProcess:
         assert self._link is not None, "register first"
         return self._link
 
-    async def register(
-        self, handlers: Handlers, *, address: str = "", info: dict[str, Any] | None = None
-    ) -> Welcome:
+    async def register(self, handlers: Handlers, *, address: str = "", info: dict[str, Any] | None = None) -> Welcome:
         """Connect to the controller and announce this role; `address` is where it serves others.
 
         Raises:

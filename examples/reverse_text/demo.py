@@ -126,7 +126,8 @@ def summary(names: Names, seconds: dict[str, float]) -> bool:
     print(f"  tokens trained / generated          {result['tokens_trained']:,} / {result['tokens_generated']:,}")
     print(f"  episodes                            {', '.join(f'{count(v):,} {k}' for k, v in rollouts.items())}")
     print(f"  staleness, in versions              mean {staleness['mean']:.2f}, max {staleness['max']}")
-    print(f"  busy share of the time              engine {result['engine_busy']:.0%}, trainer {result['trainer_busy']:.0%}")
+    busy = f"engine {result['engine_busy']:.0%}, trainer {result['trainer_busy']:.0%}"
+    print(f"  busy share of the time              {busy}")
     print(f"\nmore: {Path(PRL).name} runs show {names.run}")
     return bool(before <= AFTER_WARM_UP and after >= AT_THE_END)
 

@@ -113,7 +113,8 @@ class WireRunner:
         try:
             return await workers[0].peer.call(LIST_TASKS, TaskPage(env, split, start, count), timeout=300)
         except WireError as error:
-            raise RunFailed(f"environment {env!r} cannot give its {split} tasks: {error}", log=f"logs/{role}-0.log")
+            message = f"environment {env!r} cannot give its {split} tasks: {error}"
+            raise RunFailed(message, log=f"logs/{role}-0.log") from error
 
     async def run(self, request: EpisodeRequest) -> Outcome:
         worker = await self._worker(request.env)
@@ -154,9 +155,7 @@ def outcome_of(reply: EpisodeReply, collected: CollectedEpisode) -> Outcome:
         if tokens:
             bodies.extend(tokens.bodies)
     transcript = _encode([rollout.messages for rollout in reply.rollouts])
-    return Outcome(
-        reply.episode_id, tuple(headers), bodies, reply.metrics, reply.seconds, transcript, collected.forks
-    )
+    return Outcome(reply.episode_id, tuple(headers), bodies, reply.metrics, reply.seconds, transcript, collected.forks)
 
 
 def _header(rollout: Rollout, samples: tuple[SampleHeader, ...]) -> RolloutHeader:

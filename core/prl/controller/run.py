@@ -179,10 +179,7 @@ class Controller:
             self.report.end(outcome, error)
         except StoreError as failure:
             log.error("%s", failure)
-        calls = [
-            connection.peer.call(SHUTDOWN, NOTHING, timeout=2.0)
-            for connection in self.hub.connections.values()
-        ]
+        calls = [connection.peer.call(SHUTDOWN, NOTHING, timeout=2.0) for connection in self.hub.connections.values()]
         await asyncio.gather(*calls, return_exceptions=True)
         await asyncio.to_thread(self.sink.finished, outcome)
         await asyncio.to_thread(self.store.close)

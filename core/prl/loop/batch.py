@@ -1,7 +1,8 @@
 """The batch loop.
 
-Consumes: `ready` groups. Waits for: enough of them, and for stragglers that going on would make too stale. Unblocked by: the
-score loop, and the train loop taking a batch (one may wait in front of the trainer). Produces: `formed` batches.
+Consumes: `ready` groups. Waits for: enough of them, and for stragglers that going on would make too stale. Unblocked
+by: the score loop, and the train loop taking a batch (one may wait in front of the trainer). Produces: `formed`
+batches.
 
 This is where the guarantee is kept: a sample older than `max_staleness` never passes `_sweep`.
 """
@@ -49,8 +50,11 @@ class Batcher:
             return True, ("", "")
         if stragglers:
             names = ", ".join(map(str, stragglers[:4]))
-            return False, ("generate", f"step {step} waits for {len(stragglers)} straggling groups ({names}): "
-                                       "without it they would become too stale")
+            return False, (
+                "generate",
+                f"step {step} waits for {len(stragglers)} straggling groups ({names}): "
+                "without it they would become too stale",
+            )
         if not chosen:
             return False, ("score", f"{len(state.ready)} of {loop.groups_per_step} groups for step {step} are ready")
         groups = [state.ready.pop(group_id) for group_id in chosen]

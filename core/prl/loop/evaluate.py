@@ -1,7 +1,8 @@
 """Evaluation: the sixth loop. It never starves the other five and never enters the ledger.
 
-Consumes: a schedule (every n steps), requests from the control socket. Waits for: a due step. Unblocked by: the train loop.
-Produces: `eval/...` metrics. With `max_staleness = 0` it runs between two steps instead, so that a run stays repeatable.
+Consumes: a schedule (every n steps), requests from the control socket. Waits for: a due step. Unblocked by: the train
+loop. Produces: `eval/...` metrics. With `max_staleness = 0` it runs between two steps instead, so that a run stays
+repeatable.
 """
 
 from __future__ import annotations
@@ -63,8 +64,11 @@ class Evaluator:
             for env in state.config.envs:
                 values.update(await self._evaluate_env(env.label))
         values["eval/seconds"] = asyncio.get_running_loop().time() - started
-        scores = [values[f"eval/{env.label}/{table.metric}"] for env in state.config.envs
-                  if f"eval/{env.label}/{table.metric}" in values]
+        scores = [
+            values[f"eval/{env.label}/{table.metric}"]
+            for env in state.config.envs
+            if f"eval/{env.label}/{table.metric}" in values
+        ]
         if scores:
             self.last = sum(scores) / len(scores)
             self.first = self.last if self.first is None else self.first

@@ -1,7 +1,7 @@
 """The generate loop.
 
-Consumes: tasks. Waits for: room under the staleness bound (`LoopState.admissible`). Unblocked by: a batch being formed, new
-weights in the engines, a group that leaves. Produces: finished groups, in `finished`.
+Consumes: tasks. Waits for: room under the staleness bound (`LoopState.admissible`). Unblocked by: a batch being formed,
+new weights in the engines, a group that leaves. Produces: finished groups, in `finished`.
 
 Every episode is one asyncio task: it calls the environment worker and tries again when the failure was not its own.
 """
@@ -146,5 +146,3 @@ def stream(seed: int, *parts: object) -> int:
     """A 63-bit seed of its own for every (run seed, what for): stable across processes, unlike `hash`."""
     text = "/".join(map(str, (seed, *parts)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
-
-

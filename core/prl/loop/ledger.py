@@ -13,7 +13,7 @@ from typing import Any
 class Ledger:
     """Counts of training episodes. `settle` may be called once per dispatched episode; the counts add up at every step:
 
-        dispatched == trained + sum(dropped) + sum(failed) + pending
+    dispatched == trained + sum(dropped) + sum(failed) + pending
     """
 
     def __init__(self) -> None:

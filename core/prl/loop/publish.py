@@ -1,7 +1,7 @@
 """The publish loop.
 
-Consumes: `refs`, one per trained version. Waits for: one, and for the engines to install it. Unblocked by: the train loop.
-Produces: engines at a newer version, which is what admission waits for.
+Consumes: `refs`, one per trained version. Waits for: one, and for the engines to install it. Unblocked by: the train
+loop. Produces: engines at a newer version, which is what admission waits for.
 
 Only the newest version is installed; older ones that came meanwhile are released without having been installed, so a
 slow engine never holds up the trainer. A version is released, and may be deleted, after every engine holds a newer one.

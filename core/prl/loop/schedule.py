@@ -1,16 +1,16 @@
 """The two rules behind the staleness guarantee. Pure functions.
 
-Symbols: P groups make a batch, K is `max_staleness`, b batches have been formed (batch b trains version b-1 into b),
-v is the oldest version an engine may sample with. A group admitted now may hold tokens of version v, and a sample trained
+Symbols: P groups make a batch, K is `max_staleness`, b batches have been formed (batch b trains version b-1 into b), v
+is the oldest version an engine may sample with. A group admitted now may hold tokens of version v, and a sample trained
 at step s has staleness (s-1) - min(version), so its last possible step, its *deadline*, is v + K + 1.
 
 Admission (`room`): with n groups outstanding (in flight or ready), trained first come first served, the next one's
 step is b + 1 + floor(n / P). That is within its deadline iff n < (K + 1 + v - b) * P.
 
-Selection (`select`): the invariant "for every d, at most (d - b) * P outstanding groups have a deadline <= d" holds after
-every admission (deadlines never decrease), and a batch is formed only if it still holds afterwards. So every group can be
-trained in time, and a batch waits for a straggler only when going on without it would mean dropping it: nothing is
-starved by faster work, and drops are left to what nobody could foresee.
+Selection (`select`): the invariant "for every d, at most (d - b) * P outstanding groups have a deadline <= d" holds
+after every admission (deadlines never decrease), and a batch is formed only if it still holds afterwards. So every
+group can be trained in time, and a batch waits for a straggler only when going on without it would mean dropping it:
+nothing is starved by faster work, and drops are left to what nobody could foresee.
 """
 
 from __future__ import annotations

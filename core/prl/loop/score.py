@@ -1,7 +1,7 @@
 """The score loop.
 
-Consumes: `finished` groups. Waits for: one. Unblocked by: the last episode of a group. Produces: `ready` groups whose samples
-have their credit; groups with too few scored members are dropped and their task drawn again.
+Consumes: `finished` groups. Waits for: one. Unblocked by: the last episode of a group. Produces: `ready` groups whose
+samples have their credit; groups with too few scored members are dropped and their task drawn again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Scorer:
                 self._score(state.finished.popleft())
                 state.signal.notify()
             else:
-                with state.waits.on("score", "generate", f"{len(state.in_flight)} groups are in flight, none is complete"):
+                with state.waits.on("score", "generate", f"{len(state.in_flight)} groups in flight, none complete"):
                     await state.signal.wait()
 
     def _score(self, group: Group) -> None:

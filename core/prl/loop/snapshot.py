@@ -1,8 +1,8 @@
 """The controller's part of a checkpoint: everything that makes a resumed run continue where this one stood.
 
-Finished work (ready groups, and batches formed but not trained) keeps its samples; groups in flight keep the members that are
-done, and the others start again. At `max_staleness = 0` nothing is outstanding between two steps, so a resumed run
-is the uninterrupted one bit for bit.
+Finished work (ready groups, and batches formed but not trained) keeps its samples; groups in flight keep the members
+that are done, and the others start again. At `max_staleness = 0` nothing is outstanding between two steps, so a resumed
+run is the uninterrupted one bit for bit.
 """
 
 from __future__ import annotations

@@ -161,10 +161,10 @@ class LoopState:
         if self.barren >= loop.max_empty_batches * loop.groups_per_step:
             dropped = ", ".join(f"{reason} {count}" for reason, count in self.ledger.dropped.most_common(3))
             raise RunFailed(
-                f"{self.barren} groups in a row, {loop.max_empty_batches} batches in a row (limit loop.max_empty_batches), "
-                f"carried no signal; episodes dropped so far: {dropped}. With no_signal, all rewards within every group "
-                "were equal: the tasks are too hard or too easy for this model, or the reward function returns a "
-                "constant. With incomplete_group, too many episodes failed"
+                f"{self.barren} groups in a row, {loop.max_empty_batches} batches in a row (limit "
+                f"loop.max_empty_batches), carried no signal; episodes dropped so far: {dropped}. With no_signal, all "
+                "rewards within every group were equal: the tasks are too hard or too easy for this model, or the "
+                "reward function returns a constant. With incomplete_group, too many episodes failed"
             )
 
     def count_result(self, failed: bool) -> None:
@@ -184,6 +184,6 @@ class LoopState:
             worst = ", ".join(f"{reason} {count}" for reason, count in self.ledger.failed.most_common(3))
             raise RunFailed(
                 f"{share:.0%} of the last {len(self.recent)} episodes failed (limit loop.max_failure_share = "
-                f"{loop.max_failure_share:.0%}); failures so far: {worst}. The logs of the environment workers and of the "
-                "gateway show why"
+                f"{loop.max_failure_share:.0%}); failures so far: {worst}. The logs of the environment workers and "
+                "of the gateway show why"
             )

@@ -1,8 +1,8 @@
 """The supervisor: brings the engines to the first version, runs the five loops and evaluation, and ends them together.
 
 Shutdown is a protocol: the train loop ends first (all steps, or a stop), which makes `LoopState.done` true; every other
-loop sees that and returns; episodes still in flight are cancelled and stay pending in the ledger. A loop that raises ends the
-run with its error; one that returns while the run is not done is a bug, and an error too.
+loop sees that and returns; episodes still in flight are cancelled and stay pending in the ledger. A loop that raises
+ends the run with its error; one that returns while the run is not done is a bug, and an error too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ Save = Callable[[int, bytes], Awaitable[None]]
 class Loop:
     """One run's loops over one `LoopState`. `run` may be awaited once."""
 
-    def __init__(self, state: LoopState, save: Save, *, eval_first: float | None = None, eval_last: float | None = None):
+    def __init__(
+        self, state: LoopState, save: Save, *, eval_first: float | None = None, eval_last: float | None = None
+    ):
         self.state = state
         self._save = save
         self.evaluator = Evaluator(state)

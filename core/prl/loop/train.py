@@ -1,7 +1,8 @@
 """The train loop.
 
 Consumes: `formed` batches. Waits for: one, and for the trainer. Unblocked by: the batch loop, and the trainer's report.
-Produces: policy versions, and references to their weights in `refs`. At a checkpoint it takes the snapshot between two steps.
+Produces: policy versions, and references to their weights in `refs`. At a checkpoint it takes the snapshot between two
+steps.
 """
 
 from __future__ import annotations
@@ -56,11 +57,15 @@ class Trainer:
         timeout = state.config.loop.step_timeout_s
         started = loop.time()
         with state.waits.on("train", "trainer", f"step {batch.step}", timeout):
-            report = await self._within(state.roles.trainer.train(batch.messages), timeout, f"training step {batch.step}")
+            report = await self._within(
+                state.roles.trainer.train(batch.messages), timeout, f"training step {batch.step}"
+            )
             trained = loop.time()
             ref = await self._within(state.roles.trainer.publish(batch.step), timeout, f"publishing {batch.step}")
         if report.step != batch.step or report.incarnation != state.incarnation:
-            raise RunFailed(f"the trainer reported step {report.step} of incarnation {report.incarnation}, not {batch.step}")
+            raise RunFailed(
+                f"the trainer reported step {report.step} of incarnation {report.incarnation}, not {batch.step}"
+            )
         state.version = batch.step
         state.training = None
         self._settle(batch, report, started, trained)

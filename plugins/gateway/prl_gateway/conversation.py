@@ -41,9 +41,7 @@ class Tokens:
         self.versions += generation.versions
 
     def header(self) -> SampleHeader:
-        return SampleHeader(
-            len(self.ids), tuple(self.runs), min(self.versions), max(self.versions), self.temperature
-        )
+        return SampleHeader(len(self.ids), tuple(self.runs), min(self.versions), max(self.versions), self.temperature)
 
     def body(self) -> bytes:
         """The encoded `SampleBody`: little-endian arrays over all T tokens."""

@@ -141,9 +141,7 @@ def test_install_changes_version_and_probabilities(kit: Any) -> None:
 
 
 BROKEN: dict[str, Callable[[World], None]] = {
-    "the probes do not agree": lambda world: world.put(
-        1, seed=1, **{"model.norm.weight": torch.full((32,), 0.9)}
-    ),
+    "the probes do not agree": lambda world: world.put(1, seed=1, **{"model.norm.weight": torch.full((32,), 0.9)}),
     "not a number|nan": lambda world: world.put(1, seed=1, **{"model.norm.weight": torch.full((32,), math.nan)}),
     "shape": lambda world: world.put(1, seed=1, **{"model.norm.weight": torch.ones(31)}),
     "unexpected extra": lambda world: world.put(1, seed=1, extra=torch.ones(1)),

@@ -21,7 +21,7 @@ from prl.testing.fakes import FakeFleet, FakeRunner, FakeTrainer, fake_config, f
 
 @dataclass
 class World:
-    """Random but repeatable: delays of every role, failures, long rollouts, and a run that may be killed and resumed."""
+    """Random but repeatable: delays of every role, failures, long rollouts, a run that may be killed and resumed."""
 
     seed: int
     config: RunConfig = field(init=False)

@@ -17,7 +17,7 @@ from prl.loop.supervisor import Loop
 from prl.loop.tasks import TaskSource
 from prl.messages import EpisodeRequest, WeightsRef
 from prl.testing import clock
-from prl.testing.fakes import FakeAlgorithm, FakeFleet, FakeRunner, FakeTrainer, fake_config, fake_sample, fake_state
+from prl.testing.fakes import FakeAlgorithm, FakeFleet, FakeRunner, FakeTrainer, fake_config, fake_state
 from prl.types import Credit, SampleHeader, Task
 
 
@@ -65,7 +65,6 @@ def test_t2_synchronous_makes_progress() -> None:
 
 def test_t3_what_is_too_old_in_the_queue_is_dropped_once_and_its_task_drawn_again() -> None:
     state = fake_state(fake_config(steps=9, groups_per_step=1, group_size=2, max_staleness=1))
-    body, header = fake_sample(4, 1, (0,))
     outcome = msgspec.convert(
         {"episode_id": 0, "rollouts": [], "bodies": []}, type=__import__("prl.types").types.Outcome
     )

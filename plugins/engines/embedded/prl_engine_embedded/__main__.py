@@ -26,9 +26,7 @@ async def serve(process: role.RoleProcess) -> None:
     threading.excepthook = _end_process
     own = EmbeddedConfig.model_validate(process.config.engine.own)
     model, scheduler = await asyncio.to_thread(build_scheduler, process.config, own)
-    engine = EngineServer(
-        model, scheduler, build_receiver(process.config), recompute=own.swap_kv == "recompute"
-    )
+    engine = EngineServer(model, scheduler, build_receiver(process.config), recompute=own.swap_kv == "recompute")
     server = Server(process.token, engine.handlers())
     address = server.start()
     try:

@@ -393,4 +393,3 @@ def _nan_message(row: Row, version: int) -> str:
         f"version {version} of the weights gave logits that are not numbers after {len(row.tokens)} tokens of request "
         f"{row.request.id}: the training has diverged or the weights are corrupted"
     )
-
