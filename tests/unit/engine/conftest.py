@@ -94,7 +94,7 @@ class Kit:
         return model.LoadedModel(module, torch.device("cpu"), 128)
 
     def fixed(self, loaded: model.LoadedModel | None = None, **options: Any) -> Runner:
-        runner = Runner(fixed.FixedScheduler(loaded or self.load(), 16, 8, **options))
+        runner = Runner(fixed.FixedScheduler(loaded or self.load(), 64, 16, **options))
         self._open.append(runner.scheduler)
         return runner
 

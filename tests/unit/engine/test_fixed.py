@@ -13,7 +13,7 @@ import torch
 from prl.errors import UsageError
 from prl.messages import Generation
 from prl_engine_embedded import fitness
-from prl_engine_embedded.fixed import padded_length
+from prl_engine_embedded.fixed import padded_length, tier
 from prl_engine_embedded.methods import Failure
 from prl_engine_embedded.model import LoadedModel
 
@@ -47,7 +47,7 @@ def test_same_bits_in_any_company_slot_and_window(kit: Any) -> None:
     expected = [kit.exact(found) for found in kit.fixed().run(requests)]
     assert len({tuple(tokens) for tokens, _, _ in expected}) > 50
     for trial in range(3):
-        runner = kit.fixed(pinned_window=trial == 1)
+        runner = kit.fixed(pinned_window=trial == 1, tiers=trial != 2)
         rng = random.Random(trial)
         order = requests[:]
         rng.shuffle(order)
@@ -125,7 +125,7 @@ def test_abort_frees_the_slot_and_is_not_answered(kit: Any) -> None:
     while runner.scheduler.load and time.monotonic() < deadline:
         time.sleep(0.01)
     assert runner.scheduler.load == 0
-    assert sorted(runner.scheduler._free) == list(range(16))
+    assert sorted(runner.scheduler._free) == list(range(64))
 
 
 def test_hold_stops_between_tokens(kit: Any) -> None:
@@ -204,5 +204,14 @@ def test_models_it_cannot_serve_are_named_with_a_remedy(kit: Any, tmp_path: Any)
             fitness.require_plain_attention(kit.load(tmp_path / name))
 
 
-def test_window_is_invisible_here(kit: Any) -> None:
-    assert fitness.window_is_invisible(kit.load())
+def test_window_and_rows_are_invisible_here(kit: Any) -> None:
+    loaded = kit.load()
+    assert fitness.window_is_invisible(loaded)
+    assert fitness.rows_are_invisible(loaded, 64)
+
+
+def test_tiers() -> None:
+    assert [tier(count, 256) for count in (1, 32, 33, 64, 65, 128, 129, 256)] == [32, 32, 64, 64, 128, 128, 256, 256]
+    assert [tier(count, 16) for count in (1, 8, 9)] == [8, 8, 16]
+    assert [tier(count, 24) for count in (1, 12, 13)] == [12, 12, 24]
+    assert tier(1, 256, allowed=False) == 256

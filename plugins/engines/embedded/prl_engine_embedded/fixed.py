@@ -4,10 +4,14 @@ A prefill pass always has the same number of rows for one padded prompt length, 
 slot. Rows of a float32 matrix product do not depend on their index or companions at a fixed number of rows of at least
 8, attention and sampling are row-wise, and random numbers are counted per request: so a request's tokens and
 log-probabilities are the same bits whatever slot it gets and whoever is beside it (float32, one thread).
+
+Where few slots are in use a whole pass is wasteful. `tiers` allows passes of an eighth, a quarter and a half of the
+rows; a repeatable run has them only where they were seen to give the same bits on this machine.
 """
 
 from __future__ import annotations
 
+import heapq
 import logging
 import math
 import threading
@@ -34,7 +38,6 @@ PASS_TOKENS = 16_384
 """A prefill pass has fewer rows for long prompts, so that rows x length stays below this."""
 FIRST_WINDOW = 32
 MIN_ROWS = 8
-FULL_ENOUGH = 0.75
 
 
 class Row:
@@ -62,10 +65,27 @@ def padded_length(length: int) -> int:
     return -(-length // 64) * 64
 
 
-class FixedScheduler:
-    """See `Scheduler`. `pinned_window` allocates the longest sequence at once instead of growing on need."""
+def tier(count: int, most: int, allowed: bool = True) -> int:
+    """Rows of a pass that has work for `count`: an eighth, a quarter, a half or all of `most`, and at least 8."""
+    rows = most
+    while allowed and rows % 2 == 0 and rows > most // 8 and rows // 2 >= max(count, MIN_ROWS):
+        rows //= 2
+    return rows
 
-    def __init__(self, model: LoadedModel, slots: int, prefill_rows: int, *, pinned_window: bool = False) -> None:
+
+class FixedScheduler:
+    """See `Scheduler` and the module. `pinned_window` allocates the longest sequence at once instead of growing on
+    need."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        slots: int,
+        prefill_rows: int,
+        *,
+        pinned_window: bool = False,
+        tiers: bool = True,
+    ) -> None:
         self.version = 0
         self.busy = 0.0
         self.tokens = 0
@@ -76,7 +96,9 @@ class FixedScheduler:
         window = -(-model.max_tokens // 16) * 16 if pinned_window else min(FIRST_WINDOW, model.max_tokens)
         self._cache = SlotCache(slots, window)
         self._rows: list[Row | None] = [None] * slots
-        self._free = list(range(slots - 1, -1, -1))
+        self._free = list(range(slots))
+        """A heap: the lowest free slot is taken first, so that passes over few rows suffice."""
+        self._tiers = tiers
         self._waiting: dict[int, deque[Row]] = {}
         self._num_waiting = 0
         self._idle = 0
@@ -149,7 +171,7 @@ class FixedScheduler:
             if row is not None:
                 by_length.setdefault(padded_length(len(row.tokens) - 1), []).append(row)
         for length, rows in by_length.items():
-            step = self._rows_of(length)
+            step = self._rows_of(length, len(rows))
             for start in range(0, len(rows), step):
                 part = rows[start : start + step]
                 self._prefill_pass(length, part, [row.tokens[:-1] for row in part])
@@ -211,8 +233,9 @@ class FixedScheduler:
             self._num_waiting -= len(queue) - len(kept)
             self._waiting[length] = kept
 
-    def _rows_of(self, length: int) -> int:
-        return max(MIN_ROWS, min(self._prefill_rows, PASS_TOKENS // length))
+    def _rows_of(self, length: int, count: int) -> int:
+        """Rows of a prefill pass of `count` prompts padded to `length`."""
+        return tier(count, max(MIN_ROWS, min(self._prefill_rows, PASS_TOKENS // length)), self._tiers)
 
     def _prefill_some(self) -> bool:
         """One prefill pass, if a pass is worth its price now.
@@ -223,11 +246,15 @@ class FixedScheduler:
         if not self._free or not self._num_waiting:
             self._idle = 0
             return False
-        length = max(self._waiting, key=lambda length: len(self._waiting[length]) / self._rows_of(length))
-        rows = self._rows_of(length)
-        count = min(rows, len(self._free), len(self._waiting[length]))
+        length = max(self._waiting, key=lambda length: len(self._waiting[length]))
+        available = min(len(self._free), len(self._waiting[length]))
+        most = self._rows_of(length, self._slots)
+        rows = self._rows_of(length, available)
+        count = min(rows, available)
+        # A pass of few rows is not worth its calls if more will come: wait as long as for the rows it leaves unused.
+        wasted = (rows - count) + (most - rows) // 4
         nothing_runs = len(self._free) == self._slots
-        if count < FULL_ENOUGH * rows and not nothing_runs and self._idle < (rows - count) * length:
+        if not nothing_runs and self._idle < wasted * length:
             return False
         self._idle = 0
         queue = self._waiting[length]
@@ -239,7 +266,7 @@ class FixedScheduler:
     def _start(self, length: int, rows: list[Row]) -> None:
         """Compute these prompts and sample the first token of each."""
         for row in rows:
-            row.slot = self._free.pop()
+            row.slot = heapq.heappop(self._free)
             self._rows[row.slot] = row
         self._need_window(length)
         logits = self._prefill_pass(length, rows, [row.tokens for row in rows])
@@ -262,7 +289,7 @@ class FixedScheduler:
 
     def _prefill_pass(self, length: int, rows: list[Row], sequences: list[list[int]]) -> torch.Tensor:
         """Write the keys and values of right-padded `sequences` into their rows' slots; logits [R, V] after each."""
-        count = self._rows_of(length)
+        count = self._rows_of(length, len(rows))
         ids = np.zeros((count, length), np.int64)
         for index, sequence in enumerate(sequences):
             ids[index, : len(sequence)] = sequence
@@ -283,13 +310,14 @@ class FixedScheduler:
             self._idle += min(len(self._free), self._num_waiting)
         rows = [row for row in self._rows if row is not None]
         self._need_window(max(len(row.tokens) for row in rows))
-        positions = self._positions
-        self._bias.view(self._slots, -1).scatter_(1, positions[:, None], 0.0)
+        used = slice(tier(rows[-1].slot + 1, self._slots, self._tiers))
+        positions, bias = self._positions[used], self._bias[used]
+        bias[:, 0, 0].scatter_(1, positions[:, None], 0.0)
         self._cache.decode(positions)
-        logits = self._forward(self._inputs[:, None], positions[:, None], self._bias)
+        logits = self._forward(self._inputs[used, None], positions[:, None], bias)
         self._cache.bypass()
-        tokens, logprobs = self._sample(logits, slice(None), slice(None))
-        self._inputs.copy_(tokens)
+        tokens, logprobs = self._sample(logits, used, used)
+        self._inputs[used] = tokens
         self._positions += self._active
         self._counts += np.uint64(1)
         chosen, scores = tokens.tolist(), logprobs.tolist()
@@ -350,7 +378,7 @@ class FixedScheduler:
             return
         for slot in slots:
             self._rows[slot] = None
-        self._free.extend(slots)
+            heapq.heappush(self._free, slot)
         index = torch.tensor(slots, device=self._model.device)
         for state in (self._active, self._positions, self._inputs):
             state[index] = 0

@@ -197,8 +197,14 @@ def build_scheduler(config: RunConfig, own: EmbeddedConfig) -> tuple[LoadedModel
         slots.register()
         loaded = models.load(config.model, device, slots.ATTENTION, own.max_sequence_tokens)
         fitness.require_plain_attention(loaded)
-        exact = fitness.window_is_invisible(loaded) if config.loop.max_staleness == 0 else True
-        return loaded, fixed.FixedScheduler(loaded, own.slots, own.prefill_rows, pinned_window=not exact)
+        windows = rows = True
+        if config.loop.max_staleness == 0:
+            windows = fitness.window_is_invisible(loaded)
+            rows = all(fitness.rows_are_invisible(loaded, most) for most in (own.slots, own.prefill_rows))
+        scheduler = fixed.FixedScheduler(
+            loaded, own.slots, own.prefill_rows, pinned_window=not windows, tiers=rows
+        )
+        return loaded, scheduler
     from prl_engine_embedded.continuous import ContinuousScheduler
 
     loaded = models.load(config.model, device, "sdpa", own.max_sequence_tokens)

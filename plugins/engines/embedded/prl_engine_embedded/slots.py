@@ -29,7 +29,7 @@ class SlotCache(Cache):
 
     Before a pass say what it is for: `prefill(slots)` writes the first rows of a right-padded batch into these slots,
     `decode(positions)` writes one token per slot at its own position and attends to the whole window, `bypass()` keeps
-    nothing.
+    nothing. Decoding may be of the first n slots only: their keys and values are contiguous.
     """
 
     def __init__(self, slots: int, window: int) -> None:
@@ -58,9 +58,11 @@ class SlotCache(Cache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self._positions is not None:
-            keys, values = self.keys[layer_idx], self.values[layer_idx]
-            keys[self._rows, :, self._positions] = key_states[:, :, 0]
-            values[self._rows, :, self._positions] = value_states[:, :, 0]
+            assert self._rows is not None
+            count = self._positions.shape[0]
+            keys, values, rows = self.keys[layer_idx][:count], self.values[layer_idx][:count], self._rows[:count]
+            keys[rows, :, self._positions] = key_states[:, :, 0]
+            values[rows, :, self._positions] = value_states[:, :, 0]
             return keys, values
         if self._targets is not None:
             self._allocate(key_states, value_states, layer_idx)
