@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PROJECTS := $(wildcard core/pyproject.toml cli/pyproject.toml plugins/*/pyproject.toml plugins/*/*/pyproject.toml)
-RUN ?= runs/demo
+PACKAGES := core/prl cli/prl_cli $(wildcard plugins/*/prl_*) $(wildcard plugins/*/*/prl_*)
 PYTEST := $(BIN)/python -m pytest -rs
 
 .PHONY: help setup lint test test-slow test-gpu demo bench-peer bench-overlap bench-dataplane clean
@@ -35,7 +35,7 @@ $(STAMP): requirements.txt $(PROJECTS)
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy core/prl cli/prl_cli
+	$(BIN)/mypy $(PACKAGES)
 	$(BIN)/lint-imports --no-cache
 
 test: setup

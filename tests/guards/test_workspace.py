@@ -56,9 +56,10 @@ def test_import_contracts_name_every_plugin(distributions: list[Distribution], w
     assert plugins <= set(contracts["cli"]["forbidden_modules"])
 
 
-def test_torch_stands_first_in_requirements(root: Path) -> None:
+def test_torch_stands_first_in_requirements_and_is_the_same_for_uv(root: Path, workspace: dict[str, Any]) -> None:
     lines = [line for line in (root / "requirements.txt").read_text().splitlines() if line and not line.startswith("#")]
     assert re.fullmatch(r"torch==[\d.]+", lines[0]), "otherwise pip may take another build of torch"
+    assert workspace["tool"]["uv"]["constraint-dependencies"] == [lines[0]]
 
 
 def test_every_distribution_has_the_same_shape(distributions: list[Distribution]) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from prl.config.positions import Path, Place, scan
 
+_KEY_AND_VALUE = re.compile(r"""((?:"[^"]*"|'[^']*'|[^="'])*)=(.*)""", re.DOTALL)
 _DOTS_OUTSIDE_QUOTES = re.compile(r"""\.(?=(?:[^"']*["'][^"']*["'])*[^"']*$)""")
 
 
@@ -100,7 +101,8 @@ class Composition:
         self._overlay(self.data, data, (), origins)
 
     def _add_set(self, expression: str) -> None:
-        key, equals, raw = expression.partition("=")
+        match = _KEY_AND_VALUE.fullmatch(expression)
+        key, equals, raw = (match[1], "=", match[2]) if match else expression.partition("=")
         names = split(key.strip())
         if not equals or not names or "" in names:
             return self._bad_set(expression, 1, "is not of the form key=value")
