@@ -1,0 +1,43 @@
+"""For every test: one thread for numeric libraries, repeatable property tests, no process left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported; results must not depend on the machine
+
+import psutil
+import pytest
+from hypothesis import settings
+
+# A deadline fails on a busy machine; a database would be written beside the sources.
+settings.register_profile("prl", deadline=None, database=None, derandomize=True)
+settings.load_profile("prl")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_process_is_left_behind() -> Iterator[None]:
+    yield
+    deadline = time.monotonic() + 5
+    while (left := _children()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    described = [f"{process.pid} {process.name()}" for process in left if process.is_running()]
+    for process in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    assert not left, f"tests left processes behind: {described}"
+
+
+def _children() -> list[psutil.Process]:
+    """Living descendants of this process. Python's own resource tracker lives as long as its parent."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in " ".join(process.cmdline()):
+                found.append(process)
+        except psutil.NoSuchProcess:
+            continue
+    return found
