@@ -40,7 +40,9 @@ class Control:
     def stop(self) -> None:
         """Finish the step in progress, save, end."""
         self.stop_requested = True
-        if self.state is not None:
+        if self.state is None:
+            self._hub_of["hub"].abort("stopped before it had started")
+        else:
             self.state.stopping = True
             self.state.sink.event("stop_requested")
             self.state.signal.notify()

@@ -62,6 +62,7 @@ class Hub:
         self.on_left: list[Callable[[Connection, str], None]] = []
         self.needed = True
         """False once the run is over: a role that ends then has not failed."""
+        self._aborted = ""
         self._changed = asyncio.Event()
 
     def of(self, role: str) -> list[Connection]:
@@ -72,10 +73,12 @@ class Hub:
         """Wait until so many replicas of a role are registered.
 
         Raises:
-            RunFailed: they are not after `timeout` seconds.
+            RunFailed: they are not after `timeout` seconds, or `abort` was called.
         """
         deadline = time.monotonic() + timeout
         while len(self.of(role)) < replicas:
+            if self._aborted:
+                raise RunFailed(self._aborted)
             self._changed.clear()
             left = deadline - time.monotonic()
             if left <= 0:
@@ -89,6 +92,11 @@ class Hub:
             except TimeoutError:
                 continue
         return self.of(role)
+
+    def abort(self, why: str) -> None:
+        """Nobody waits for a role any more."""
+        self._aborted = why
+        self._changed.set()
 
     def lose(self, connection: Connection, why: str) -> None:
         """A role is gone: forget it and fail what waits for it."""

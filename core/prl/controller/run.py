@@ -123,8 +123,6 @@ class Controller:
 
     async def _await_roles(self, role: str, replicas: int) -> list[Connection]:
         self.control.starting = f"waiting for {role} to register"
-        if self.control.stop_requested:
-            raise RunFailed("stopped before it had started")
         return await self.hub.wait_for(role, replicas, START_TIMEOUT_S)
 
     def _restore(self, state: LoopState) -> Loop:

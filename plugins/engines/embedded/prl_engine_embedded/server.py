@@ -12,7 +12,7 @@ from typing import Any
 
 from prl import faults, registry
 from prl.config.schema import RunConfig
-from prl.errors import PrlError, WeightsError
+from prl.errors import EnvironmentNotFit, PrlError, WeightsError
 from prl.faults import InjectedFault
 from prl.messages import NOTHING, EngineHealth, Nothing, WeightsRef
 from prl.protocols import ChannelReceiver, ReceivedWeights
@@ -177,7 +177,7 @@ def build_scheduler(config: RunConfig, own: EmbeddedConfig) -> tuple[LoadedModel
 
     Raises:
         UsageError: the model cannot be loaded, or cannot be served by this scheduler.
-        EnvironmentNotFit: a GPU is asked for and there is none.
+        EnvironmentNotFit: a GPU is asked for and there is none, or transformers is too old for continuous batching.
     """
     import torch
 
@@ -190,7 +190,13 @@ def build_scheduler(config: RunConfig, own: EmbeddedConfig) -> tuple[LoadedModel
     device = models.choose_device(own.device)
     batching = own.batching
     if batching == "auto":
-        batching = "fixed" if device.type == "cpu" or config.loop.max_staleness == 0 else "continuous"
+        batching = "fixed" if device.type == "cpu" or config.loop.max_staleness == 0 or not can_pause() else "continuous"
+        log.info("batching = %r on %s", batching, device)
+    elif batching == "continuous" and not can_pause():
+        raise EnvironmentNotFit(
+            'engine.batching = "continuous" needs a transformers whose continuous batching can be paused (5.19 or newer): '
+            'upgrade transformers, or set batching = "fixed"'
+        )
     if batching == "fixed":
         from prl_engine_embedded import fitness, fixed, slots
 
@@ -209,6 +215,13 @@ def build_scheduler(config: RunConfig, own: EmbeddedConfig) -> tuple[LoadedModel
 
     loaded = models.load(config.model, device, "sdpa", own.max_sequence_tokens)
     return loaded, ContinuousScheduler(loaded, own)
+
+
+def can_pause() -> bool:
+    """Whether transformers' continuous batching can stop between two tokens, without which weights cannot be swapped."""
+    from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
+
+    return hasattr(ContinuousBatchingManager, "pause")
 
 
 def build_receiver(config: RunConfig) -> ChannelReceiver:
