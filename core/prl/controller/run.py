@@ -17,7 +17,7 @@ from prl.controller.fleet import WireFleet
 from prl.controller.hub import Connection, Hub
 from prl.controller.observing import ObservedSink
 from prl.controller.report import Report
-from prl.errors import PrlError, RunFailed, StoreError
+from prl.errors import PrlError, StoreError
 from prl.loop import snapshot
 from prl.loop.state import LoopState, Roles
 from prl.loop.supervisor import Loop

@@ -190,12 +190,13 @@ def build_scheduler(config: RunConfig, own: EmbeddedConfig) -> tuple[LoadedModel
     device = models.choose_device(own.device)
     batching = own.batching
     if batching == "auto":
-        batching = "fixed" if device.type == "cpu" or config.loop.max_staleness == 0 or not can_pause() else "continuous"
+        repeatable = config.loop.max_staleness == 0
+        batching = "continuous" if device.type != "cpu" and not repeatable and can_pause() else "fixed"
         log.info("batching = %r on %s", batching, device)
     elif batching == "continuous" and not can_pause():
         raise EnvironmentNotFit(
-            'engine.batching = "continuous" needs a transformers whose continuous batching can be paused (5.19 or newer): '
-            'upgrade transformers, or set batching = "fixed"'
+            'engine.batching = "continuous" needs a transformers whose continuous batching can be paused (5.19 or '
+            'newer): upgrade transformers, or set batching = "fixed"'
         )
     if batching == "fixed":
         from prl_engine_embedded import fitness, fixed, slots
@@ -218,7 +219,7 @@ def build_scheduler(config: RunConfig, own: EmbeddedConfig) -> tuple[LoadedModel
 
 
 def can_pause() -> bool:
-    """Whether transformers' continuous batching can stop between two tokens, without which weights cannot be swapped."""
+    """Whether transformers' continuous batching can stop between two tokens: weights are swapped there."""
     from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
     return hasattr(ContinuousBatchingManager, "pause")
