@@ -12,13 +12,9 @@ rows; a repeatable run has them only where they were seen to give the same bits 
 from __future__ import annotations
 
 import heapq
-import logging
 import math
-import threading
-import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Literal
 
 import numpy as np
@@ -29,10 +25,9 @@ from prl.messages import GenerateRequest, Generation
 from prl_engine_embedded.methods import Failure
 from prl_engine_embedded.model import LoadedModel
 from prl_engine_embedded.sampling import sample, uniforms
-from prl_engine_embedded.scheduler import Deliver, Key, Result, problem_with
+from prl_engine_embedded.scheduler import Key, Result, problem_with
 from prl_engine_embedded.slots import SlotCache
-
-log = logging.getLogger(__name__)
+from prl_engine_embedded.stepped import SteppedScheduler
 
 PASS_TOKENS = 16_384
 """A prefill pass has fewer rows for long prompts, so that rows x length stays below this."""
@@ -73,7 +68,7 @@ def tier(count: int, most: int, allowed: bool = True) -> int:
     return rows
 
 
-class FixedScheduler:
+class FixedScheduler(SteppedScheduler):
     """See `Scheduler` and the module. `pinned_window` allocates the longest sequence at once instead of growing on
     need."""
 
@@ -86,9 +81,7 @@ class FixedScheduler:
         pinned_window: bool = False,
         tiers: bool = True,
     ) -> None:
-        self.version = 0
-        self.busy = 0.0
-        self.tokens = 0
+        super().__init__()
         self._model = model
         self._slots = slots
         self._prefill_rows = prefill_rows
@@ -111,55 +104,10 @@ class FixedScheduler:
         self._bias = self._new_bias(window)
         self._last: torch.Tensor | None = None
         model.module.get_output_embeddings().register_forward_pre_hook(self._keep_last)
-        self._arrived: deque[tuple[Key, GenerateRequest]] = deque()
-        self._aborted: set[Key] = set()
-        self._finished: list[Result] = []
-        self._condition = threading.Condition()
-        self._holders = 0
-        self._stepping = False
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
-        self._deliver: Deliver = lambda results: None
-
-    # --- from other threads -------------------------------------------------------------------------------
-
-    def start(self, deliver: Deliver) -> None:
-        self._deliver = deliver
-        self._thread.start()
-
-    def add(self, requests: Sequence[tuple[Key, GenerateRequest]]) -> None:
-        with self._condition:
-            self._arrived.extend(requests)
-            self._condition.notify_all()
-
-    def abort(self, keys: Iterable[Key]) -> None:
-        with self._condition:
-            self._aborted.update(keys)
-            self._condition.notify_all()
-
-    @contextmanager
-    def hold(self) -> Iterator[None]:
-        with self._condition:
-            self._holders += 1
-            while self._stepping:
-                self._condition.wait()
-        try:
-            yield
-        finally:
-            with self._condition:
-                self._holders -= 1
-                self._condition.notify_all()
 
     @property
     def load(self) -> int:
-        return self._slots - len(self._free) + self._num_waiting + len(self._arrived)
-
-    def close(self) -> None:
-        with self._condition:
-            self._closed = True
-            self._condition.notify_all()
-        if self._thread.is_alive():
-            self._thread.join(timeout=10)
+        return self._slots - len(self._free) + self._num_waiting + self.num_arrived
 
     @torch.inference_mode()
     def weights_changed(self, recompute: bool) -> None:
@@ -176,33 +124,8 @@ class FixedScheduler:
                 part = rows[start : start + step]
                 self._prefill_pass(length, part, [row.tokens[:-1] for row in part])
 
-    # --- the scheduler's own thread -------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        while True:
-            with self._condition:
-                self._stepping = False
-                self._condition.notify_all()
-                while not self._closed and (self._holders or not self._has_work()):
-                    self._condition.wait()
-                if self._closed:
-                    return
-                self._stepping = True
-                arrived, self._arrived = self._arrived, deque()
-                aborted, self._aborted = self._aborted, set()
-            began = time.perf_counter()
-            try:
-                self.step(arrived, aborted)
-            except Exception as error:
-                log.exception("a decode step failed")
-                self._fail_everything(f"a decode step failed: {type(error).__name__}: {error}")
-            self.busy += time.perf_counter() - began
-            finished, self._finished = self._finished, []
-            if finished:
-                self._deliver(finished)
-
-    def _has_work(self) -> bool:
-        return bool(self._arrived or self._aborted or self._num_waiting or len(self._free) < self._slots)
+    def has_work(self) -> bool:
+        return bool(self._num_waiting or len(self._free) < self._slots)
 
     @torch.inference_mode()
     def step(self, arrived: Iterable[tuple[Key, GenerateRequest]], aborted: set[Key]) -> None:
@@ -219,7 +142,7 @@ class FixedScheduler:
     def _admit(self, key: Key, request: GenerateRequest) -> None:
         problem = problem_with(request, self._model.max_tokens)
         if problem is not None:
-            self._finished.append(Result(key, None, problem))
+            self.finished.append(Result(key, None, problem))
             return
         limit = min(request.sampling.max_tokens, self._model.max_tokens - len(request.token_ids))
         row = Row(key, request, limit)
@@ -369,7 +292,7 @@ class FixedScheduler:
         generation = None
         if failure is None:
             generation = Generation(row.tokens[row.prompt_length :], row.logprobs, row.versions, reason)
-        self._finished.append(Result(row.key, generation, failure))
+        self.finished.append(Result(row.key, generation, failure))
 
     def _release(self, slots: list[int]) -> None:
         """Empty these slots. They still take part in every pass: they look at their first position only, which is
@@ -404,14 +327,14 @@ class FixedScheduler:
         return self._empty_bias.repeat(self._slots, 1, 1, 1)
 
     @torch.inference_mode()
-    def _fail_everything(self, why: str) -> None:
+    def fail_everything(self, why: str) -> None:
         """A pass raised: what it left in the cache cannot be trusted, so every request starts again elsewhere."""
         rows = [row for row in self._rows if row is not None]
         for row in rows:
             self._finish(row, failure=Failure("", why, retryable=True))
         self._release([row.slot for row in rows])
         for queue in self._waiting.values():
-            self._finished.extend(Result(row.key, None, Failure("", why, retryable=True)) for row in queue)
+            self.finished.extend(Result(row.key, None, Failure("", why, retryable=True)) for row in queue)
             queue.clear()
         self._num_waiting = 0
 

@@ -208,9 +208,7 @@ def build_scheduler(config: RunConfig, own: EmbeddedConfig) -> tuple[LoadedModel
         if config.loop.max_staleness == 0:
             windows = fitness.window_is_invisible(loaded)
             rows = all(fitness.rows_are_invisible(loaded, most) for most in (own.slots, own.prefill_rows))
-        scheduler = fixed.FixedScheduler(
-            loaded, own.slots, own.prefill_rows, pinned_window=not windows, tiers=rows
-        )
+        scheduler = fixed.FixedScheduler(loaded, own.slots, own.prefill_rows, pinned_window=not windows, tiers=rows)
         return loaded, scheduler
     from prl_engine_embedded.continuous import ContinuousScheduler
 
