@@ -107,7 +107,7 @@ def plain_line(status: dict[str, Any], state: LaunchState) -> str:
         parts.append(text + f" (max {output.number(status.get('staleness_max'))})")
     parts.extend(_busy(status))
     if status.get("waiting_for"):
-        parts.append(f"waits for {status['waiting_for']}")
+        parts.append(f"waits for {waited_for(status)}")
     restarts = sum(process.restarts for process in state.processes)
     if restarts:
         parts.append(f"{restarts} restarts")
@@ -117,6 +117,10 @@ def plain_line(status: dict[str, Any], state: LaunchState) -> str:
 def condition(status: dict[str, Any]) -> str:
     """The state of a run in one word."""
     return "paused" if status.get("paused") and status.get("state") == "running" else str(status.get("state") or "")
+
+
+def waited_for(status: dict[str, Any]) -> str:
+    return str(status.get("waiting_for") or "").removeprefix("waiting for ")
 
 
 def _busy(status: dict[str, Any]) -> list[str]:
@@ -177,9 +181,9 @@ class _Live:
         details = _details(status)
         if details:
             grid.add_row("pace", details)
-        waiting = status.get("waiting_for") or ("the roles to start" if not status else "")
+        waiting = waited_for(status) if status else "the roles to start"
         if waiting:
-            grid.add_row("waits for", str(waiting))
+            grid.add_row("waits for", waiting)
         down = [f"{p.role}-{p.replica} {p.state}" for p in state.processes if p.state == "restarting"]
         if down:
             grid.add_row("processes", ", ".join(down))

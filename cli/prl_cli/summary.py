@@ -42,6 +42,14 @@ def say_failure(run: RunDir, summary: dict[str, Any]) -> None:
         typer.echo(f"{reason}{where}", err=True)
 
 
+def _count(value: object) -> str:
+    """A count; counts by reason are added up, as in "5 (no_signal 3, timeout 2)"."""
+    if not isinstance(value, dict):
+        return output.number(value)
+    total = output.number(sum(value.values()))
+    return total + (f" ({', '.join(f'{reason} {output.number(n)}' for reason, n in value.items())})" if value else "")
+
+
 def lines(run: RunDir, summary: dict[str, Any]) -> list[str]:
     """What a person wants to know of a finished run, from its summary."""
     number = output.number
@@ -62,7 +70,7 @@ def lines(run: RunDir, summary: dict[str, Any]) -> list[str]:
         found.append(f"  tokens       {text}")
     rollouts = summary.get("rollouts")
     if isinstance(rollouts, dict):
-        found.append("  rollouts     " + ", ".join(f"{number(value)} {key}" for key, value in rollouts.items()))
+        found.append("  rollouts     " + ", ".join(f"{_count(value)} {key}" for key, value in rollouts.items()))
     staleness = summary.get("staleness")
     if isinstance(staleness, dict):
         found.append(f"  staleness    mean {number(staleness.get('mean'), 2)}, max {number(staleness.get('max'))}")
