@@ -7,7 +7,7 @@ import socket
 import time
 from typing import Literal
 
-from prl.errors import RunFailed, WireError
+from prl.errors import PrlError, WireError
 from prl.messages import CONTROL, ControlReply, ControlRequest
 from prl.rundir import RunDir
 from prl.wire import Client
@@ -16,11 +16,15 @@ from prl_cli import output, runs
 Action = Literal["pause", "resume", "checkpoint", "evaluate", "stop", "why-stuck", "status"]
 
 
+class NotRunning(PrlError):
+    """There is no controller to ask; the message tells how the run ended."""
+
+
 def request(run: RunDir, action: Action, *, timeout: float) -> ControlReply:
     """Ask the controller for `action`; wait for its answer at most `timeout` seconds.
 
     Raises:
-        RunFailed: the run is not going on; the message tells how it ended.
+        NotRunning: the run has ended, or was killed.
         WireError: its controller does not answer.
     """
     try:
@@ -33,22 +37,23 @@ def request(run: RunDir, action: Action, *, timeout: float) -> ControlReply:
     return asyncio.run(_call(address, token, action, timeout))
 
 
-def not_running(run: RunDir) -> RunFailed:
+def not_running(run: RunDir) -> NotRunning:
     """What became of a run that cannot be asked any more."""
     if runs.is_alive(run):
-        return RunFailed(
+        return NotRunning(
             f"run {run.name!r} is starting or ending: its controller does not listen; try again in a moment"
         )
     last = runs.status(run)
     if not last:
-        return RunFailed(f"run {run.name!r} is not running and never got as far as a status; see {run.logs}/")
+        return NotRunning(f"run {run.name!r} is not running and never got as far as a status; see {run.logs}/")
     when = output.ago(time.time() - run.status.stat().st_mtime)
     text = f"run {run.name!r} is not running: {last.get('state', 'ended')} at step {last.get('step', 0)}"
     text += f" of {last.get('steps', '?')}, {when}"
     if last.get("failed_reason"):
         text += f": {last['failed_reason']}"
-    log = last.get("log")
-    return RunFailed(text, log=str(run.path / log) if log else None)
+    if last.get("log"):
+        text += f"; see {run.path / last['log']}"
+    return NotRunning(text)
 
 
 def _listens(address: str) -> bool:

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prl.errors import PrlError, RunFailed, UsageError
+from prl.errors import PrlError, UsageError
 from prl.rundir import RunDir
 from prl_cli import output, runs
 
@@ -20,11 +20,15 @@ if TYPE_CHECKING:
     from prl.config.schema import RunConfig, SftConfig
 
 
+class ExportFailed(PrlError):
+    """The trainer plugin could not write the folder; the message gives its reason."""
+
+
 def export(run: RunDir, step: int | None, out: Path) -> int:
     """Write the checkpoint of `step`, or the last one, into `out`. Returns its step.
 
     Raises:
-        UsageError: no such checkpoint, or `out` is in use. RunFailed: the trainer plugin could not write it.
+        UsageError: no such checkpoint, or `out` is in use. ExportFailed: the trainer plugin could not write it.
     """
     steps = runs.checkpoint_steps(run)
     if not steps:
@@ -42,7 +46,7 @@ def export(run: RunDir, step: int | None, out: Path) -> int:
     done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0:
         reason = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "no reason given")
-        raise RunFailed(f"the checkpoint of step {chosen} of run {run.name!r} could not be exported: {reason}")
+        raise ExportFailed(f"the checkpoint of step {chosen} of run {run.name!r} could not be exported: {reason}")
     return chosen
 
 
@@ -50,7 +54,7 @@ def exported(run: RunDir, step: int | None) -> Path:
     """The checkpoint of `step`, or the last one, in `exports/` of its run; what is already there is not made again.
 
     Raises:
-        UsageError: no such checkpoint. RunFailed: it could not be exported.
+        UsageError: no such checkpoint. ExportFailed: it could not be exported.
     """
     steps = runs.checkpoint_steps(run)
     chosen = steps[-1] if step is None and steps else step

@@ -56,6 +56,8 @@ def number(value: object, digits: int = 3) -> str:
 
 def duration(seconds: float) -> str:
     """ "42 s", "3:07", "1:02:09"."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
     whole = int(seconds)
     if whole < 60:
         return f"{whole} s"

@@ -102,10 +102,10 @@ def plain_line(status: dict[str, Any], state: LaunchState) -> str:
             parts.append(f"{name} {output.number(status[key])}")
     if status.get("tokens_per_s"):
         parts.append(f"{output.number(float(status['tokens_per_s']), 0)} tokens/s")
-    if status.get("staleness_mean") is not None:
+    if status.get("staleness_mean") is not None and status.get("step"):
         text = f"staleness {output.number(status['staleness_mean'], 1)}"
         parts.append(text + f" (max {output.number(status.get('staleness_max'))})")
-    parts.extend(_busy(status))
+    parts.extend(_busy(status) if status.get("step") else [])
     if status.get("waiting_for"):
         parts.append(f"waits for {waited_for(status)}")
     restarts = sum(process.restarts for process in state.processes)

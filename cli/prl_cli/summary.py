@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import typer
 
 from prl.rundir import RunDir
 from prl_cli import output, runs
+from prl_cli.tail import JsonLines
 
 PREEMPTED = 75
 
@@ -42,41 +44,69 @@ def say_failure(run: RunDir, summary: dict[str, Any]) -> None:
         typer.echo(f"{reason}{where}", err=True)
 
 
-def _count(value: object) -> str:
-    """A count; counts by reason are added up, as in "5 (no_signal 3, timeout 2)"."""
+def _count(name: str, value: object) -> str:
+    """A count; counts by reason are added up: "5 dropped (no_signal 3, stale 2)"."""
     if not isinstance(value, dict):
-        return output.number(value)
-    total = output.number(sum(value.values()))
-    return total + (f" ({', '.join(f'{reason} {output.number(n)}' for reason, n in value.items())})" if value else "")
+        return f"{output.number(value)} {name}"
+    reasons = ", ".join(f"{reason} {output.number(count)}" for reason, count in value.items())
+    return f"{output.number(sum(value.values()))} {name}" + (f" ({reasons})" if reasons else "")
 
 
-def lines(run: RunDir, summary: dict[str, Any]) -> list[str]:
+def lines(run: RunDir, summary: dict[str, Any], more: Sequence[tuple[str, str]] = ()) -> list[str]:
     """What a person wants to know of a finished run, from its summary."""
+    head = f"{run.name}: {summary.get('outcome', 'ended')}"
+    steps = summary.get("steps")
+    trained = steps != 0
+    if trained and steps is not None:
+        head += f" after {output.number(steps)} steps"
+    if isinstance(summary.get("seconds"), int | float) and trained:
+        head += f" in {output.duration(summary['seconds'])}"
+    facts = _results(summary) + _work(summary) if trained else _evaluation(run)
+    return [head, *aligned([*facts, ("directory", str(run.path)), *more])]
+
+
+def aligned(facts: Sequence[tuple[str, str]]) -> list[str]:
+    width = max((len(name) for name, _ in facts), default=0)
+    return [f"  {name.ljust(width)}  {text}" for name, text in facts]
+
+
+def _evaluation(run: RunDir) -> list[tuple[str, str]]:
+    """The metrics of the last evaluation, by environment: nothing else happened in a run without a step."""
+    last = [record for record in JsonLines(run.metrics).new() if "eval/score" in record][-1:]
+    return [
+        (name.removeprefix("eval/"), output.number(value))
+        for record in last
+        for name, value in record.items()
+        if name.startswith("eval/") and name != "eval/score"
+    ]
+
+
+def _results(summary: dict[str, Any]) -> list[tuple[str, str]]:
     number = output.number
-    found = [f"{run.name}: {summary.get('outcome', 'ended')}"]
-    if "steps" in summary:
-        found[0] += f" after {number(summary['steps'])} steps"
-    if isinstance(summary.get("seconds"), int | float):
-        found[0] += f" in {output.duration(summary['seconds'])}"
+    found = []
     if summary.get("eval_first") is not None or summary.get("eval_last") is not None:
-        found.append(f"  evaluation   {number(summary.get('eval_first'))} -> {number(summary.get('eval_last'))}")
+        found.append(("evaluation", f"{number(summary.get('eval_first'))} -> {number(summary.get('eval_last'))}"))
     if summary.get("loss") is not None:
         held_out = f", held-out {number(summary['eval_loss'])}" if summary.get("eval_loss") is not None else ""
-        found.append(f"  loss         {number(summary['loss'])}{held_out}")
+        found.append(("loss", f"{number(summary['loss'])}{held_out}"))
+    return found
+
+
+def _work(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    number = output.number
+    found = []
     if "tokens_trained" in summary:
         text = f"{number(summary['tokens_trained'])} trained"
         if "tokens_generated" in summary:
             text += f", {number(summary['tokens_generated'])} generated"
-        found.append(f"  tokens       {text}")
-    rollouts = summary.get("rollouts")
+        found.append(("tokens", text))
+    rollouts, staleness = summary.get("rollouts"), summary.get("staleness")
     if isinstance(rollouts, dict):
-        found.append("  rollouts     " + ", ".join(f"{_count(value)} {key}" for key, value in rollouts.items()))
-    staleness = summary.get("staleness")
+        found.append(("rollouts", ", ".join(_count(key, value) for key, value in rollouts.items())))
     if isinstance(staleness, dict):
-        found.append(f"  staleness    mean {number(staleness.get('mean'), 2)}, max {number(staleness.get('max'))}")
+        found.append(("staleness", f"mean {number(staleness.get('mean'), 2)}, max {number(staleness.get('max'))}"))
     busy = [(name, summary.get(f"{name}_busy")) for name in ("engine", "trainer")]
     known = [f"{name} {value:.0%}" for name, value in busy if isinstance(value, int | float)]
     if known:
-        found.append(f"  busy         {', '.join(known)}")
-    found.append(f"  directory    {run.path}")
+        found.append(("busy", ", ".join(known)))
     return found

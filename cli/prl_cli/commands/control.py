@@ -41,13 +41,12 @@ def why_stuck(run: RunName, runs_dir: RunsDir = None, timeout: Timeout = 20, jso
 
 
 def _ask(name: str, action: Action, runs_dir: Path | None, timeout: float, json: bool) -> None:
-    from prl.errors import RunFailed
     from prl_cli import control, output, runs
 
     run = runs.find(name, runs_dir)
     try:
         reply = control.request(run, action, timeout=timeout)
-    except RunFailed as error:
+    except control.NotRunning as error:
         if json:
             status = runs.status(run)
             output.emit_json({"ok": False, "run": run.name, "action": action, "message": str(error), "status": status})

@@ -41,7 +41,7 @@ def list_runs(runs_dir: RunsDir = None, json: Json = False) -> None:
 def show(run: RunName, runs_dir: RunsDir = None, json: Json = False) -> None:
     """Show one run: state, results, checkpoints, logs."""
     from prl_cli import output, runs
-    from prl_cli.summary import lines
+    from prl_cli.summary import aligned, lines
 
     found = runs.find(run, runs_dir)
     row = _row(found)
@@ -52,18 +52,17 @@ def show(run: RunName, runs_dir: RunsDir = None, json: Json = False) -> None:
     if json:
         output.emit_json({**row, "status": status, "summary": summary, "checkpoints": checkpoints, "logs": logs})
         return
-    told = lines(found, summary) if summary else [f"{found.name}: {row['state']} at step {row['step']}/{row['steps']}"]
-    for line in told:
-        typer.echo(line)
     facts = [
         ("checkpoints", ", ".join(map(str, checkpoints)) or "none"),
-        ("logs", f"{found.logs}/{{{', '.join(name.removesuffix('.log') for name in logs)}}}.log" if logs else "none"),
+        ("logs", f"{found.logs}/ ({', '.join(logs)})" if logs else "none"),
     ]
-    for key in ("waiting_for", "failed_reason"):
-        if status.get(key):
-            facts.append((key.replace("_", " "), str(status[key])))
-    for name, value in facts:
-        typer.echo(f"  {name.ljust(12)} {value}")
+    facts += [(key.replace("_", " "), str(status[key])) for key in ("waiting_for", "failed_reason") if status.get(key)]
+    if summary:
+        told = lines(found, summary, facts)
+    else:
+        told = [f"{found.name}: {row['state']} at step {row['step']}/{row['steps']}", *aligned(facts)]
+    for line in told:
+        typer.echo(line)
 
 
 def _row(run: RunDir) -> dict[str, Any]:

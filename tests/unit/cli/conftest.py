@@ -49,7 +49,8 @@ class Launcher:
         run_dir.summary.write_text(json.dumps({
             "outcome": "failed" if self.code else "completed", "steps": steps, "seconds": 75.0, "eval_first": 0.25,
             "eval_last": 0.875, "tokens_trained": 12000, "tokens_generated": 15000,
-            "rollouts": {"dispatched": 64, "trained": 60, "dropped": {"no_signal": 2, "stale": 1}, "failed": {}, "pending": 1},
+            "rollouts": {"dispatched": 64, "trained": 60, "dropped": {"no_signal": 2, "stale": 1}, "failed": {},
+                         "pending": 1},
             "staleness": {"mean": 1.25, "max": 4}, "engine_busy": 0.5, "trainer_busy": 0.75}))
         return self.code
 '''

@@ -26,8 +26,8 @@ def test_a_run_leaves_its_inputs_and_tells_its_summary(project: Path, first: Run
     result = prl("run", "run.toml", "--set", "loop.steps=2")
     assert result.exit_code == 0, result.stderr
     assert "first: completed after 2 steps in 1:15" in result.stdout
-    assert "0.250 -> 0.875" in result.stdout
-    assert "64 dispatched, 60 trained, 3 (no_signal 2, stale 1) dropped, 0 failed, 1 pending" in result.stdout
+    assert "evaluation  0.250 -> 0.875" in result.stdout
+    assert "64 dispatched, 60 trained, 3 dropped (no_signal 2, stale 1), 0 failed, 1 pending" in result.stdout
     assert "step 1/2  reward 0.500" in result.stderr
     assert json.loads(first.config.read_text())["loop"]["steps"] == 2
     assert msgspec.json.decode(first.plan.read_bytes(), type=Plan).role("controller").purpose == "main"

@@ -10,5 +10,6 @@ optim.py               schedules, AdamW, clipping
 metrics.py             sums over rows and ranks; the mismatch between trainer and engine
 parallel.py            processes, devices, sharding
 checkpoint.py          safetensors and JSON, every file with its checksum
+export.py              a checkpoint as a Hugging Face folder
 sft.py, sft_data.py    supervised runs
 """

@@ -70,13 +70,13 @@ def load(learner: Learner, path: Path) -> dict[str, Any]:
     Raises:
         StoreError: a file is missing, truncated or altered, or belongs to another model. Nothing was changed then.
     """
-    facts = _read_facts(path)
+    facts = read_facts(path)
     for file, expected in facts["files"].items():
         verify(path / file, expected["bytes"], expected["sha256"])
     parameters = dict(learner.parameters())
     try:
         with safe_open(path / MODEL, "pt") as weights, safe_open(path / OPTIMIZER, "pt") as moments:
-            _check_same_model(weights, parameters, path / MODEL)
+            check_same_model(weights, parameters, path / MODEL)
             held = set(moments.keys())
             for name, parameter in parameters.items():
                 with torch.no_grad():
@@ -114,7 +114,7 @@ def _moments(moments: Any, name: str, parameter: Tensor) -> dict[str, Tensor]:
     return {"step": step, **{key: scatter_like(value, parameter) for key, value in state.items()}}
 
 
-def _check_same_model(weights: Any, parameters: Mapping[str, Tensor], file: Path) -> None:
+def check_same_model(weights: Any, parameters: Mapping[str, Tensor], file: Path) -> None:
     saved, wanted = set(weights.keys()), set(parameters)
     if saved != wanted:
         name = sorted(saved ^ wanted)[0]
@@ -128,7 +128,7 @@ def _check_same_model(weights: Any, parameters: Mapping[str, Tensor], file: Path
             )
 
 
-def _read_facts(path: Path) -> dict[str, Any]:
+def read_facts(path: Path) -> dict[str, Any]:
     try:
         facts = json.loads((path / FACTS).read_bytes())
     except (OSError, ValueError) as error:

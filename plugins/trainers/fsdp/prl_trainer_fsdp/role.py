@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from pathlib import Path
 
-from prl.config.schema import RunConfig, SftConfig
+from prl.config.schema import ModelTable, RunConfig, SftConfig
 from prl.plan import Resources, Role
+from prl.rundir import RunDir
 from prl_trainer_fsdp.config import FsdpConfig
 
 
@@ -22,6 +25,13 @@ class FsdpPlugin:
             command(config.trainer.processes, module, "{run_dir}"),
             resources=Resources(gpus=gpus, threads=config.trainer.threads),
         )
+
+    def export(self, run_dir: RunDir, step: int, out: Path) -> None:
+        """A checkpoint as a Hugging Face folder. Imports torch: see `prl.protocols.TrainerPlugin`."""
+        from prl_trainer_fsdp.export import export
+
+        table = ModelTable.model_validate(json.loads(run_dir.config.read_bytes())["model"])
+        export(run_dir, step, table, out)
 
 
 def command(processes: int, module: str, *arguments: str) -> tuple[str, ...]:
