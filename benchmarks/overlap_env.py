@@ -1,0 +1,14 @@
+"""An environment for overlap_real.py: every answer runs to its limit and earns a random reward, so every sample trains."""
+
+from __future__ import annotations
+
+from prl.env import SingleTurnEnv, TaskList, share
+from prl.types import Split, Task
+
+
+class Noise(SingleTurnEnv):
+    def tasks(self, split: Split) -> TaskList:
+        return TaskList(1_000_000, lambda index: Task(f"{split}-{index}", prompt=f"task {index:06d}"))
+
+    def score(self, task: Task, text: str) -> float:
+        return share(text, task.id)
