@@ -1,6 +1,6 @@
 """What asynchrony gains where generation and training have a device each.
 
-    python benchmarks/overlap.py            both parts, results in benchmarks/overlap.json
+    python benchmarks/overlap.py            both parts, results in benchmarks/results/overlap.json
     python benchmarks/overlap.py fakes      the production loop over a fake engine and a fake trainer of equal step time
     python benchmarks/overlap.py real       engine and trainer processes, one thread and one core each
 
@@ -27,7 +27,7 @@ from prl.messages import EpisodeRequest
 from prl.testing.fakes import FakeFleet, FakeRunner, FakeTrainer, fake_config, fake_state
 from prl.types import Outcome
 
-RESULTS = Path(__file__).resolve().with_name("overlap.json")
+RESULTS = Path(__file__).resolve().parent / "results" / "overlap.json"
 GROUPS, GROUP_SIZE, SLOTS = 32, 8, 64
 STEP_S = 0.2
 STEPS, SKIPPED = 24, 4
@@ -64,8 +64,7 @@ async def fake_run(max_staleness: int) -> dict[str, float]:
     started = time.perf_counter()
     await Loop(state, save).run()
     wall = time.perf_counter() - started
-    lines = state.sink.lines  # type: ignore[attr-defined]
-    steps = [values["time/step"] for _, values in lines if "time/step" in values][SKIPPED:]
+    steps = [values["time/step"] for _, values in state.sink.lines if "time/step" in values][SKIPPED:]  # type: ignore[attr-defined]
     return {
         "step_s": sum(steps) / len(steps),
         "engine_busy": runner.busy_s / wall,
@@ -81,8 +80,8 @@ def fakes() -> dict[str, Any]:
         speed_up = found[0]["step_s"] / result["step_s"]
         result["speed_up"] = speed_up
         print(
-            f"  K={k}: {result['step_s'] * 1e3:6.1f} ms a step, {speed_up:.2f} times K=0; busy: engine "
-            f"{result['engine_busy']:.0%}, trainer {result['trainer_busy']:.0%}; "
+            f"  K={k}: {result['step_s'] * 1e3:6.1f} ms a step, {speed_up:.2f} times K=0; busy: "
+            f"engine {result['engine_busy']:.0%}, trainer {result['trainer_busy']:.0%}; "
             f"staleness at most {result['staleness_max']}"
         )
     passed = all(found[k]["speed_up"] >= target for k, target in TARGETS.items())

@@ -1,4 +1,4 @@
-"""An environment for overlap_real.py: every answer runs to its limit and earns a random reward, so every sample trains."""
+"""An environment for overlap_real.py: an answer earns a random number, so that every sample is trained."""
 
 from __future__ import annotations
 

@@ -94,7 +94,15 @@ def pin_roles(status: Path, cores: dict[str, int], started: float, run: subproce
 def one_run(max_staleness: int, cores: list[int]) -> dict[str, float]:
     """Medians over the steps after the first `SKIPPED`, and busy fractions."""
     directory = BUILD / "runs" / "overlap"
-    command = [PRL, "run", str(BUILD / "overlap.toml"), "--clean", "--yes", "--set", f"loop.max_staleness={max_staleness}"]
+    command = [
+        PRL,
+        "run",
+        str(BUILD / "overlap.toml"),
+        "--clean",
+        "--yes",
+        "--set",
+        f"loop.max_staleness={max_staleness}",
+    ]
     started = time.time()
     with open(BUILD / "run.log", "wb") as log:
         run = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)

@@ -3,7 +3,7 @@
     python peer_trl_worker.py MODEL TASKS.json OUT.json
 
 TASKS.json: {"train": [texts], "eval": [texts], "steps", "lr", "min_lr_ratio", "eval_every", "threads", "seed"}.
-OUT.json: {"step_s": [...], "evals": [[step, seconds of training, exact match]]}. Evaluation is not counted.
+OUT.json: {"step_s": [...], "evals": [[step, seconds of training, exact match]]}; evaluation takes none of the time.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     python examples/reverse_text/prepare.py --out build/reverse_text --seed 0
 
 writes `model/` (a Hugging Face folder: byte-level tokenizer with a chat template, Llama configuration, random
-weights) and `sft.jsonl`. The data is read in file order and has two parts: first every answer is the reversed
-text, then most answers are a plain copy. A model warmed up on it knows both, and seldom reverses; reinforcement
-learning has to find out which of the two is asked for.
+weights) and `sft.jsonl`. The data is read in file order: first every answer is the reversed text, then more and more
+answers are a plain copy. A model warmed up on it knows both, and seldom reverses; reinforcement learning has to
+find out which of the two is asked for.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from prl_envs.reverse_text import ReverseTextConfig, is_held_out
 
 BATCH = 128
 """Examples of one supervised step; `data.batch_size` in sft.toml."""
-REVERSE_STEPS = 150
-MIXED_STEPS = 200
-"""`data.steps` in sft.toml is the sum of both."""
+REVERSE_STEPS, TURNING_STEPS, MIXED_STEPS = 100, 150, 150
+"""A sudden turn would cost the model some of what it knew, on some seeds too much."""
+STEPS = REVERSE_STEPS + TURNING_STEPS + MIXED_STEPS
+"""`data.steps` in sft.toml."""
 REVERSE_SHARE = 0.3
-"""Share of reversed answers in the mixed part."""
+"""Share of reversed answers in the end."""
 
 SEPARATOR, END, PAD = "<|answer|>", "<|end|>", "<|pad|>"
 TEMPLATE = (
@@ -64,7 +65,7 @@ def save_model(folder: Path, seed: int) -> int:
         LlamaConfig(
             vocab_size=len(tokenizer) + 1,  # 260: a multiple of 4
             hidden_size=128,
-            intermediate_size=512,
+            intermediate_size=256,
             num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=4,
@@ -83,11 +84,16 @@ def examples(seed: int) -> Iterator[dict[str, list[dict[str, str]]]]:
     """Supervised conversations in training order, none of them about a held-out text."""
     rng = random.Random(seed)
     config = ReverseTextConfig()
-    for index in range(BATCH * (REVERSE_STEPS + MIXED_STEPS)):
+    for index in range(BATCH * STEPS):
         text = draw(rng, config)
-        reverse = index < BATCH * REVERSE_STEPS or rng.random() < REVERSE_SHARE
-        answer = text[::-1] if reverse else text
+        answer = text[::-1] if rng.random() < reverse_share(index // BATCH) else text
         yield {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]}
+
+
+def reverse_share(step: int) -> float:
+    """1 at first, then falling in a straight line, then `REVERSE_SHARE`."""
+    turned = min(1.0, max(0.0, (step - REVERSE_STEPS) / TURNING_STEPS))
+    return 1.0 - (1.0 - REVERSE_SHARE) * turned
 
 
 def draw(rng: random.Random, config: ReverseTextConfig) -> str:
@@ -111,7 +117,7 @@ def main() -> None:
         for example in examples(args.seed):
             file.write(json.dumps(example) + "\n")
     print(f"{model}: {parameters:,} parameters, 259 tokens")
-    print(f"{data}: {BATCH * (REVERSE_STEPS + MIXED_STEPS):,} examples, {BATCH} a step")
+    print(f"{data}: {BATCH * STEPS:,} examples, {BATCH} a step")
 
 
 if __name__ == "__main__":
