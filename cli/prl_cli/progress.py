@@ -160,6 +160,7 @@ class _Live:
         self._live.update(self._render(status, state, now - self._started), refresh=True)
 
     def _render(self, status: dict[str, Any], state: LaunchState, seconds: float) -> Any:
+        from rich.markup import escape
         from rich.table import Table
 
         phase = condition(status) or "starting" if state.phase == "running" else state.phase
@@ -183,7 +184,7 @@ class _Live:
             grid.add_row("pace", details)
         waiting = waited_for(status) if status else "the roles to start"
         if waiting:
-            grid.add_row("waits for", waiting)
+            grid.add_row("waits for", escape(waiting))
         down = [f"{p.role}-{p.replica} {p.state}" for p in state.processes if p.state == "restarting"]
         if down:
             grid.add_row("processes", ", ".join(down))
