@@ -208,6 +208,7 @@ def test_window_and_rows_are_invisible_here(kit: Any) -> None:
     loaded = kit.load()
     assert fitness.window_is_invisible(loaded)
     assert fitness.rows_are_invisible(loaded, 64)
+    assert fitness.warn_of_companions(loaded)
 
 
 def test_tiers() -> None:

@@ -20,6 +20,7 @@ from prl.wire import Server
 from prl_engine_embedded.client import EmbeddedClient
 from prl_engine_embedded.fixed import FixedScheduler
 from prl_engine_embedded.server import EngineServer
+from prl_engine_embedded.weights import Swap
 
 TOKEN = "t"
 
@@ -179,6 +180,36 @@ def test_missing_weights_are_named(kit: Any) -> None:
             await world.install(1)
 
     scenario(kit, body)
+
+
+def test_weights_named_as_in_files_are_loaded_as_files_are(kit: Any) -> None:
+    """Experts are one tensor each on disk and one for all in memory."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=48, hidden_size=32, moe_intermediate_size=16, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2, max_position_embeddings=64,
+    )  # fmt: skip
+    module, source = Qwen3MoeForCausalLM(config), Qwen3MoeForCausalLM(config)
+    files: dict[str, Any] = {}
+    for name, tensor in source.state_dict().items():
+        head, _, kind = name.rpartition(".")
+        if kind == "gate_up_proj":
+            for expert, part in enumerate(tensor):
+                gate, up = part.chunk(2)
+                files |= {f"{head}.{expert}.gate_proj.weight": gate, f"{head}.{expert}.up_proj.weight": up}
+        elif kind == "down_proj" and head.endswith("experts"):
+            files |= {f"{head}.{expert}.down_proj.weight": part for expert, part in enumerate(tensor)}
+        else:
+            files[name] = tensor
+    swap = Swap(module)
+    swap.apply(swap.fitted(files))
+    expected = source.state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in module.state_dict().items())
+    del files["model.layers.0.mlp.experts.3.down_proj.weight"]
+    with pytest.raises(WeightsError, match="experts"):
+        swap.fitted(files)
 
 
 def test_a_fault_in_the_middle_of_an_install_is_rolled_back(kit: Any) -> None:

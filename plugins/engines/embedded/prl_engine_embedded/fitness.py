@@ -69,10 +69,12 @@ def _lengths(model: LoadedModel) -> tuple[int, int]:
 
 
 @torch.inference_mode()
-def _through_slots(model: LoadedModel, window: int = 32, rows: int = 8) -> torch.Tensor:
-    """Log-probabilities after the prompt and after each further token, [rows, steps, V]."""
+def _through_slots(model: LoadedModel, window: int = 32, rows: int = 8, offset: int = 0) -> torch.Tensor:
+    """Log-probabilities after the prompt and after each further token, [rows, steps, V]. `offset` changes the tokens of
+    the second half of the rows."""
     prompt, whole = _lengths(model)
     ids = _tokens(model, 8, whole).repeat(-(-rows // 8), 1)[:rows]
+    ids[rows // 2 :] = (ids[rows // 2 :] + offset) % model.module.get_input_embeddings().weight.shape[0]
     cache = SlotCache(rows, window)
     slots = torch.arange(rows, device=model.device)
     cache.prefill(slots)
@@ -100,6 +102,19 @@ def _plain(model: LoadedModel) -> torch.Tensor:
     prompt, whole = _lengths(model)
     logits = model.module(input_ids=_tokens(model, 8, whole), use_cache=False).logits[:, prompt - 1 : whole]
     return torch.log_softmax(logits.float(), -1)
+
+
+def warn_of_companions(model: LoadedModel) -> bool:
+    """Say so if a row's results depend on the rows beside it, as they do where rows are sorted by expert."""
+    alone = _through_slots(model)
+    beside = _through_slots(model, offset=1)
+    if torch.equal(alone[:4], beside[:4]):
+        return True
+    log.warning(
+        "%s computes a row differently beside other rows: this run will not repeat bit for bit",
+        type(model.module).__name__,
+    )
+    return False
 
 
 def rows_are_invisible(model: LoadedModel, most: int) -> bool:

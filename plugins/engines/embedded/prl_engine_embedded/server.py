@@ -152,9 +152,9 @@ class EngineServer:
     def _swap(self, weights: WeightsRef, received: ReceivedWeights) -> None:
         with self.scheduler.hold(), self.model.lock:
             swap = Swap(self.model.module)
-            swap.check(received.tensors)
+            tensors = swap.fitted(received.tensors)
             try:
-                swap.apply(received.tensors)
+                swap.apply(tensors)
                 faults.point("engine.install")
                 difference = check_probes(self.model, received.probes, received.tolerance)
             except Exception as error:
@@ -206,6 +206,7 @@ def build_scheduler(config: RunConfig, own: EmbeddedConfig) -> tuple[LoadedModel
         fitness.require_plain_attention(loaded)
         windows = rows = True
         if config.loop.max_staleness == 0:
+            fitness.warn_of_companions(loaded)
             windows = fitness.window_is_invisible(loaded)
             rows = all(fitness.rows_are_invisible(loaded, most) for most in (own.slots, own.prefill_rows))
         scheduler = fixed.FixedScheduler(loaded, own.slots, own.prefill_rows, pinned_window=not windows, tiers=rows)

@@ -21,13 +21,45 @@ class Swap:
     """
 
     def __init__(self, module: Any) -> None:
+        self._module = module
         self._targets: dict[str, torch.Tensor] = dict(module.state_dict(keep_vars=False))
         self._former: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Raises:
-        WeightsError: names or shapes are not the model's. Nothing was changed.
+    def fitted(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """The tensors under the model's own names. Nothing is changed.
+
+        Some models have other parameters than their files (experts that are one tensor each on disk and one for all in
+        memory): where the names differ, transformers loads the tensors as it would load the files.
+
+        Raises:
+            WeightsError: names or shapes are not the model's.
         """
+        if not set(tensors) <= set(self._targets):
+            tensors = self._converted(tensors)
+        self._check(tensors)
+        return tensors
+
+    def _converted(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        module = self._module
+        try:
+            loaded, info = type(module).from_pretrained(
+                None,
+                config=module.config,
+                state_dict=dict(tensors),
+                dtype=module.dtype,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are named below
+            )
+        except Exception as error:
+            raise WeightsError(f"transformers cannot load these weights: {type(error).__name__}: {error}") from error
+        shapes = sorted(str(key) for key in info["mismatched_keys"])
+        missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
+        if missing or unexpected or shapes:
+            raise WeightsError(_misfit(missing, unexpected, len(tensors)) + _few("of another shape", shapes))
+        converted: Mapping[str, torch.Tensor] = loaded.state_dict()
+        return converted
+
+    def _check(self, tensors: Mapping[str, torch.Tensor]) -> None:
         unexpected = sorted(set(tensors) - set(self._targets))
         given = {self._targets[name].data_ptr() for name in tensors if name in self._targets}
         # A tied parameter has several names; one of them is enough.
@@ -35,10 +67,7 @@ class Swap:
             name for name, target in self._targets.items() if name not in tensors and target.data_ptr() not in given
         )
         if unexpected or missing:
-            raise WeightsError(
-                f"the weights do not fit the model: {_few('missing', missing)}{_few('unexpected', unexpected)}"
-                f"{len(tensors)} tensors were received; trainer and engine must be given the same model.path"
-            )
+            raise WeightsError(_misfit(missing, unexpected, len(tensors)))
         for name, tensor in tensors.items():
             if tuple(tensor.shape) != tuple(self._targets[name].shape):
                 raise WeightsError(
@@ -47,7 +76,7 @@ class Swap:
 
     @torch.no_grad()
     def apply(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy every tensor into the model. Call `check` first."""
+        """Copy every tensor, as `fitted` returned them, into the model."""
         for name, tensor in tensors.items():
             target = self._targets[name]
             address = target.data_ptr()
@@ -86,6 +115,13 @@ def check_probes(model: LoadedModel, probes: Sequence[Probe], tolerance: float) 
             f"{count} tokens, allowed is {tolerance:g}. The former version stays installed"
         )
     return difference
+
+
+def _misfit(missing: list[str], unexpected: list[str], count: int) -> str:
+    return (
+        f"the weights do not fit the model: {_few('missing', missing)}{_few('unexpected', unexpected)}"
+        f"{count} tensors were received; trainer and engine must be given the same model.path"
+    )
 
 
 def _few(what: str, names: list[str]) -> str:
