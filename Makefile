@@ -51,7 +51,7 @@ demo: setup
 	$(BIN)/python examples/reverse_text/demo.py
 
 bench-peer: setup
-	$(BIN)/python benchmarks/peer.py
+	$(BIN)/python benchmarks/peer_trl.py
 
 bench-overlap: setup
 	$(BIN)/python benchmarks/overlap.py

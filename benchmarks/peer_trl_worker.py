@@ -94,10 +94,18 @@ def main(model_path: str, tasks_path: str, out: str) -> None:
             reward_funcs=score,
             train_dataset=Dataset.from_list([{"prompt": chat(text), "answer": text[::-1]} for text in tasks["train"]]),
             callbacks=[clock],
+            optimizers=optimizer(model, tasks),
             args=config(folder, tasks),
         )
         trainer.train()
     Path(out).write_text(json.dumps({"step_s": clock.step_s, "evals": clock.evals}))
+
+
+def optimizer(model: Any, tasks: dict[str, Any]) -> tuple[Any, Any]:
+    """AdamW and a learning rate that falls in a straight line to a share of its first value."""
+    adamw = torch.optim.AdamW(model.parameters(), lr=tasks["lr"], betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    floor, steps = tasks["min_lr_ratio"], tasks["steps"]
+    return adamw, torch.optim.lr_scheduler.LambdaLR(adamw, lambda step: 1 - (1 - floor) * min(1.0, step / steps))
 
 
 def config(folder: str, tasks: dict[str, Any]) -> GRPOConfig:
@@ -117,12 +125,6 @@ def config(folder: str, tasks: dict[str, Any]) -> GRPOConfig:
         beta=0.0,
         scale_rewards="none",
         loss_type="dapo",
-        learning_rate=tasks["lr"],
-        lr_scheduler_type=tasks["schedule"],
-        lr_scheduler_kwargs=tasks.get("schedule_kwargs"),
-        adam_beta1=0.9,
-        adam_beta2=0.95,
-        weight_decay=0.0,
         max_grad_norm=1.0,
         report_to=[],
         save_strategy="no",
