@@ -31,6 +31,7 @@ class Progress:
         self._run = run
         self.cause = ""
         """What the launcher itself said about a failure, on standard error."""
+        self._warned: set[str] = set()
         self._view: _Live | _Lines | None = None
         if not quiet:
             self._view = _Live(run, clock) if _is_terminal() else _Lines(run, clock)
@@ -46,11 +47,19 @@ class Progress:
     def on_tick(self, state: LaunchState) -> None:
         """Called by the launcher about four times a second, the last time with phase "ended"."""
         self.cause = state.cause or self.cause
+        self._warn()
         if self._view is None:
             return
         self._view.update(state)
         if state.phase == "ended":
             self._close()
+
+    def _warn(self) -> None:
+        """Tell once what the controller could not use of the state that it continues from."""
+        for text in runs.read_json(self._run.status).get("warnings") or ():
+            if text not in self._warned:
+                self._warned.add(text)
+                output.warn(str(text))
 
     def _close(self) -> None:
         if self._view is not None:

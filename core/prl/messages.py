@@ -37,7 +37,8 @@ NOTHING = Nothing()
 
 
 class Register(msgspec.Struct):
-    """First message of a role. `address` is where it serves others; `info` is shown by `prl runs show`."""
+    """First message of a role. `address` is where it serves others, `host` the machine on which `pid` means it; `info`
+    is shown by `prl runs show`."""
 
     role: str
     replica: int
@@ -45,6 +46,7 @@ class Register(msgspec.Struct):
     run_id: str
     address: str = ""
     info: dict[str, Any] = {}
+    host: str = ""
 
 
 class Welcome(msgspec.Struct):

@@ -12,11 +12,13 @@ from prl.plan import Plan, Role
 from prl.rundir import RunDir
 
 CONTROLLER = "controller"
+ENV_PREFIX = "env-"
+"""How the role's name of any environment's workers begins."""
 
 
 def env_role(label: str) -> str:
     """The role's name of an environment's workers."""
-    return f"env-{label}"
+    return f"{ENV_PREFIX}{label}"
 
 
 def build_plan(config: RunConfig | SftConfig, run_dir: RunDir) -> Plan:

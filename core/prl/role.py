@@ -63,7 +63,8 @@ class RoleProcess:
             WireError: no controller answered in time.
         """
         handlers = {**handlers, SHUTDOWN: self._on_shutdown}
-        request = Register(self.name, self.replica, os.getpid(), self.run_dir.name, address, info or {})
+        host = os.uname().nodename
+        request = Register(self.name, self.replica, os.getpid(), self.run_dir.name, address, info or {}, host)
         deadline = time.monotonic() + FIND_TIMEOUT_S
         while True:
             where = await self._find_controller(deadline)

@@ -100,6 +100,8 @@ class LoopTable(Table):
     """Deadline of one training step, one publish, one checkpoint."""
     stuck_after_s: float = Field(300, gt=0)
     """Report the chain of waits when nothing has moved for so long."""
+    silent_after_s: float = Field(60, gt=0)
+    """An environment worker without a sign of life for so long is blocked: it is killed and started again."""
 
 
 class SamplingTable(Table):

@@ -125,13 +125,13 @@ class WireRunner:
             if reply.error is not None:
                 raise EpisodeFailed(reply.error.reason, reply.error.message, retryable=reply.error.retryable)
             return outcome_of(reply, await self._collector.collect(request.episode_id))
-        except WireError as error:
-            raise EpisodeFailed("worker_lost", str(error), retryable=True) from error
-        except BaseException:
+        except BaseException as error:
             if not answered:
                 with contextlib.suppress(WireError):
                     worker.peer.notify(CANCEL_EPISODE, CancelEpisode(request.episode_id))
             self._collector.discard(request.episode_id)
+            if isinstance(error, WireError):
+                raise EpisodeFailed("worker_lost", str(error), retryable=True) from error
             raise
 
     async def _worker(self, env: str) -> Connection:

@@ -37,6 +37,7 @@ class Connection:
     address: str
     pid: int
     info: dict[str, Any]
+    host: str = ""
     busy: float = 0.0
     doing: str = ""
     gauges: dict[str, float] = field(default_factory=dict)
@@ -117,7 +118,9 @@ class Hub:
         if former is not None:
             self.lose(former, "it was started again")
         peer.name = f"{request.role}-{request.replica}"
-        connection = Connection(request.role, request.replica, peer, request.address, request.pid, request.info)
+        connection = Connection(
+            request.role, request.replica, peer, request.address, request.pid, request.info, request.host
+        )
         self.connections[request.role, request.replica] = connection
         log.info("%s registered (pid %d)", connection.label, connection.pid)
         self._changed.set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from prl.config.schema import RunConfig
@@ -21,14 +22,26 @@ PERIOD_S = 0.5
 
 
 class Report:
-    """`begin` is called when the loop starts: its wall time and the roles' busy time count from there."""
+    """`begin` is called when the loop starts: its wall time and the roles' busy time count from there.
 
-    def __init__(self, config: RunConfig, store: StoreWriter, sink: RunSink, hub: Hub, control: Control) -> None:
+    `warnings` are shown to whoever started the run: what could not be used of the state that it continues from.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        store: StoreWriter,
+        sink: RunSink,
+        hub: Hub,
+        control: Control,
+        warnings: Sequence[str] = (),
+    ) -> None:
         self._config = config
         self._store = store
         self._sink = sink
         self._hub = hub
         self._control = control
+        self._warnings = list(warnings)
         self._state: LoopState | None = None
         self._loop: Loop | None = None
         self._started = time.time()
@@ -66,6 +79,7 @@ class Report:
             "steps": self._config.loop.steps,
             "step": 0,
             "waiting_for": self._control.starting,
+            "warnings": self._warnings,
             "roles": {c.label: {"pid": c.pid, "doing": c.doing} for c in self._hub.connections.values()},
         }
         state, last = self._state, self._sink.last

@@ -17,16 +17,19 @@ from prl.controller.fleet import WireFleet
 from prl.controller.hub import Connection, Hub
 from prl.controller.observing import ObservedSink
 from prl.controller.report import Report
+from prl.controller.silence import end_silent_workers
 from prl.errors import PrlError, StoreError
 from prl.loop import snapshot
+from prl.loop.evaluate import is_evaluated_on_resume
 from prl.loop.state import LoopState, Roles
 from prl.loop.supervisor import Loop
 from prl.loop.tasks import TaskSource
 from prl.messages import CONTROL, NOTHING, SHUTDOWN
+from prl.planning import env_role
 from prl.rundir import RunDir
 from prl.store.checkpoints import Checkpoints
 from prl.store.files import atomic_write
-from prl.store.rewind import rewind
+from prl.store.rewind import repair, rewind
 from prl.store.writer import StoreWriter
 
 log = logging.getLogger(__name__)
@@ -46,7 +49,11 @@ class Controller:
         self.resumed, self.warnings = self.checkpoints.latest()
         self.incarnation = self.resumed.manifest.facts["incarnation"] + 1 if self.resumed else 0
         # What was written after the checkpoint is done again; without one, everything is.
-        rewind(run_dir, self.resumed.step if self.resumed else -1)
+        self.warnings += repair(run_dir)
+        for warning in self.warnings:
+            log.warning("%s", warning)
+        step = self.resumed.step if self.resumed else -1
+        rewind(run_dir, step, evaluated_again=is_evaluated_on_resume(self.config, step))
         self.store = StoreWriter(
             run_dir,
             queue=self.config.store.queue,
@@ -60,7 +67,7 @@ class Controller:
             self.token, run_dir.name, self.incarnation, self.start_step, {CONTROL: self.control.handle}
         )
         self.hub.on_left.append(self.sink.role_lost)
-        self.report = Report(self.config, self.store, self.sink, self.hub, self.control)
+        self.report = Report(self.config, self.store, self.sink, self.hub, self.control, self.warnings)
         self.signal_received = False
 
     @property
@@ -96,7 +103,7 @@ class Controller:
         gateways = await self._await_roles("gateway", 1)
         await self._await_roles("engine", self.config.engine.replicas)
         for env in self.config.envs:
-            await self._await_roles(f"env-{env.label}", 1)
+            await self._await_roles(env_role(env.label), 1)
         runner = WireRunner(self.hub)
         algorithm = self.config.algorithm.build("algorithms")
         state = LoopState(
@@ -116,9 +123,11 @@ class Controller:
         self.report.begin(state, loop)
         self.sink.started(self.resumed.step if self.resumed else None)
         state.stopping = self.control.stop_requested
+        guard = asyncio.create_task(end_silent_workers(self.hub, self.sink, self.config.loop.silent_after_s))
         try:
             await loop.run()
         finally:
+            guard.cancel()
             await fleet.close()
 
     async def _await_roles(self, role: str, replicas: int) -> list[Connection]:

@@ -11,6 +11,7 @@ from prl import role
 from prl.config.schema import EnvTable, RunConfig
 from prl.envworker.worker import Worker
 from prl.errors import UsageError
+from prl.planning import ENV_PREFIX, env_role
 
 
 def env_table(config: RunConfig, label: str) -> EnvTable:
@@ -21,7 +22,7 @@ def env_table(config: RunConfig, label: str) -> EnvTable:
 
 
 async def serve(process: role.RoleProcess) -> None:
-    label = process.name.removeprefix("env-")
+    label = process.name.removeprefix(ENV_PREFIX)
     env = env_table(process.config, label).build("envs")
     worker = Worker(label, env, process.token)
     await process.register(worker.handlers, info={"env": label, "class": type(env).__name__})
@@ -51,7 +52,7 @@ def main(argv: list[str]) -> None:
         raise SystemExit("usage: python -m prl.envworker RUN_DIR LABEL REPLICA")
     # An environment's print() must not reach whoever reads our standard output.
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    role.main(f"env-{argv[1]}", serve, argv[0], int(argv[2]))
+    role.main(env_role(argv[1]), serve, argv[0], int(argv[2]))
 
 
 if __name__ == "__main__":

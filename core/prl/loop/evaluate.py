@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Sequence
 
 from prl import keys
+from prl.config.schema import RunConfig
 from prl.errors import EpisodeFailed, WireError
 from prl.loop.generate import stream
 from prl.loop.state import LoopState
@@ -21,25 +22,38 @@ FIRST_EPISODE_ID = 1 << 48
 """Evaluation episodes are numbered from here, far from training's."""
 
 
+def is_scheduled(config: RunConfig, step: int) -> bool:
+    """Whether this step is evaluated while training goes on."""
+    table = config.eval
+    return table.every > 0 and table.tasks > 0 and 0 < step < config.loop.steps and step % table.every == 0
+
+
+def is_evaluated_on_resume(config: RunConfig, step: int) -> bool:
+    """Whether a run that continues from the checkpoint of `step` evaluates that step, because a checkpoint is written
+    before the evaluation of its step, or because it was the last one."""
+    at_end = config.eval.at_end and config.eval.tasks > 0 and step == config.loop.steps
+    return is_scheduled(config, step) or at_end
+
+
 class Evaluator:
-    def __init__(self, state: LoopState) -> None:
+    """`resumed` is the step of the checkpoint that the run continues from."""
+
+    def __init__(self, state: LoopState, resumed: int = 0) -> None:
         self._state = state
         self._tasks: dict[str, Sequence[Task]] = {}
         self._next_id = FIRST_EPISODE_ID
         self._due: list[int] = []
         self.first: float | None = None
         self.last: float | None = None
+        self.on_step(resumed)
 
     def on_step(self, step: int) -> None:
         """Note that a step is done; evaluate if it is one of the scheduled ones and not the last."""
-        table = self._state.config.eval
-        if table.every and step % table.every == 0 and step < self._state.steps and not self._synchronous:
+        if is_scheduled(self._state.config, step) and not self._synchronous:
             self._due.append(step)
 
     def due_before_generation(self, version: int) -> bool:
-        table = self._state.config.eval
-        scheduled = bool(table.every) and 0 < version < self._state.steps and version % table.every == 0
-        return self._synchronous and scheduled and table.tasks > 0
+        return self._synchronous and is_scheduled(self._state.config, version)
 
     async def run(self) -> None:
         state = self._state

@@ -36,7 +36,7 @@ class Loop:
     ):
         self.state = state
         self._save = save
-        self.evaluator = Evaluator(state)
+        self.evaluator = Evaluator(state, state.version)
         self.evaluator.first, self.evaluator.last = eval_first, eval_last
         self.generator = Generator(state)
         self.publisher = Publisher(state, self.evaluator)

@@ -11,6 +11,7 @@ from prl.errors import StoreError
 from prl.faults import Fault
 from prl.rundir import RunDir
 from prl.store import RolloutRecord, StoreWriter, open_run, rewind
+from prl.store.rewind import repair
 
 MakeRecord = Callable[..., RolloutRecord]
 
@@ -79,3 +80,27 @@ def test_a_full_disk_leaves_everything_as_it_was(five_steps: RunDir) -> None:
 
 def test_a_run_that_wrote_nothing(run_dir: RunDir) -> None:
     assert set(rewind(run_dir, 0).values()) == {0}
+
+
+def test_an_evaluation_that_is_done_again_is_dropped(run_dir: RunDir) -> None:
+    """A checkpoint is written before the evaluation of its step: whoever continues from it evaluates again."""
+    writer = StoreWriter(run_dir)
+    for step in (1, 2):
+        writer.metrics(step, {"loss": 0.0})
+        writer.metrics(step, {"eval/score": 0.5})
+    writer.close()
+    rewind(run_dir, 2)
+    assert open_run(run_dir.path).metrics["step"].to_pylist() == [1, 1, 2, 2]
+    rewind(run_dir, 2, evaluated_again=True)
+    metrics = open_run(run_dir.path).metrics
+    assert metrics["step"].to_pylist() == [1, 1, 2]
+    assert metrics["eval/score"].to_pylist() == [None, 0.5, None]
+
+
+def test_torn_lines_are_cut_off_and_told(five_steps: RunDir) -> None:
+    assert repair(five_steps) == []
+    five_steps.metrics.write_bytes(five_steps.metrics.read_bytes()[:-5])
+    (told,) = repair(five_steps)
+    assert str(five_steps.metrics) in told
+    assert open_run(five_steps.path).metrics["step"].to_pylist() == [1, 2, 3, 4]
+    assert repair(five_steps) == []
