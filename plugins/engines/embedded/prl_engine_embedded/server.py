@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from contextlib import ExitStack
 from typing import Any
+
+import msgspec
 
 from prl import faults, registry
 from prl.config.schema import RunConfig
 from prl.errors import EnvironmentNotFit, PrlError, WeightsError
 from prl.faults import InjectedFault
-from prl.messages import NOTHING, EngineHealth, Nothing, WeightsRef
+from prl.messages import NOTHING, EngineHealth, Generation, Nothing, WeightsRef
 from prl.protocols import ChannelReceiver, ReceivedWeights
 from prl.wire import Handlers, Peer
 from prl_engine_embedded import methods
@@ -91,7 +94,8 @@ class EngineServer:
         by_peer: dict[Any, list[methods.Finished]] = {}
         for result in results:
             peer, request_id = result.key
-            by_peer.setdefault(peer, []).append(methods.Finished(request_id, result.generation, result.failure))
+            generation = _spoiled(result.generation)
+            by_peer.setdefault(peer, []).append(methods.Finished(request_id, generation, result.failure))
         for peer, finished in by_peer.items():
             peer.notify(methods.FINISHED, methods.FinishedBatch(finished))
 
@@ -170,6 +174,16 @@ class EngineServer:
             self.incarnation = weights.incarnation
             self.scheduler.weights_changed(self._recompute)
         log.info("version %d installed, probes differ by %.2g", weights.version, difference)
+
+
+def _spoiled(generation: Generation | None) -> Generation | None:
+    """The same, unless fault injection makes this engine one that does not know what it computed."""
+    try:
+        faults.point("engine.logprobs")
+    except InjectedFault:
+        if generation is not None:
+            return msgspec.structs.replace(generation, logprobs=[math.nan] * len(generation.logprobs))
+    return generation
 
 
 def build_scheduler(config: RunConfig, own: EmbeddedConfig) -> tuple[LoadedModel, Scheduler]:

@@ -84,7 +84,8 @@ class Worker:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
         finally:
-            self._process.busy += time.monotonic() - started
+            if self._ready.is_set():  # loading is no useful work of the run
+                self._process.busy += time.monotonic() - started
             self._process.doing = "waiting for a batch"
 
 
