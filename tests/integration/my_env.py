@@ -1,0 +1,62 @@
+"""The environment of the integration tests, named by file in their configurations: "./my_env.py:MyEnv".
+
+The reward is dense, so that a model with random weights has something to learn from. The other settings make it
+misbehave; what happens once is noted in a file, because a worker that was started again remembers nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+
+from prl.env import SingleTurnEnv, TaskList, scored
+from prl.protocols import Context
+from prl.types import Episode, Split, Task
+
+
+class MyEnv(SingleTurnEnv):
+    """Args:
+    seconds: how long every training episode takes beside its answer.
+    block, die: the task in which the worker once stops answering, or kills itself; -1 for none.
+    marks: folder of the notes about that.
+    """
+
+    def __init__(self, seconds: float = 0.0, block: int = -1, die: int = -1, marks: str = "") -> None:
+        self.seconds = seconds
+        self.block = block
+        self.die = die
+        self.marks = Path(marks)
+
+    def tasks(self, split: Split) -> TaskList:
+        return TaskList(200, lambda index: Task(f"{split}-{index}", f"{split[0]}{index:03d}", {"index": index}))
+
+    async def run(self, task: Task, ctx: Context) -> Episode:
+        agent = ctx.agent()
+        turn = await agent.reply(task.prompt)
+        if ctx.kind == "train":
+            await self._misbehave(task.data["index"])
+        odd = sum(ord(letter) % 2 for letter in turn.text)
+        return scored(agent, {"reward": odd / 8, "letters": len(turn.text)})
+
+    async def _misbehave(self, index: int) -> None:
+        if self.seconds:
+            await asyncio.sleep(self.seconds)
+        if index == self.block and self._first("block"):
+            hold_everything_up()
+        if index == self.die and self._first("die"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def _first(self, what: str) -> bool:
+        try:
+            (self.marks / what).touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
+
+
+def hold_everything_up() -> None:
+    """Called on the event loop: from now on the worker answers nothing."""
+    time.sleep(600)

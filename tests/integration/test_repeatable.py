@@ -1,0 +1,71 @@
+"""`max_staleness = 0` on a CPU: the same bits again, also after a crash at any moment."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+
+import pytest
+
+from .harness import Project, Run, assert_adds_up
+
+RANDOM = random.Random(time.time_ns())
+"""Where a run is killed is new every time; the message of a failed assertion says where it was."""
+
+
+def assert_same(run: Run, expected: Run, said: str = "") -> None:
+    """Every metric and every trained and optimiser tensor are the same bits."""
+    assert run.computed() == expected.computed(), said
+    last = expected.steps_saved()[-1]
+    assert run.steps_saved()[-1] == last, said
+    assert run.weights(last) == expected.weights(last), said
+    for key in ("rollouts", "tokens_trained", "tokens_generated", "eval_first", "eval_last", "steps"):
+        assert run.summary[key] == expected.summary[key], (key, said)
+
+
+def test_it_learns_from_a_reward_in_a_file_and_counts_every_episode(synchronous: Run) -> None:
+    rows = synchronous.computed()
+    assert [row["step"] for row in rows if "train/loss" in row] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in rows if "eval/score" in row] == [0, 2, 4, 6]
+    assert all(row["staleness/max"] == 0 for row in rows if "staleness/max" in row)
+    assert all(0 < row["train/entropy"] < 5 for row in rows if "train/entropy" in row)
+    assert synchronous.weights(2)["model.safetensors"] != synchronous.weights(6)["model.safetensors"]
+    summary = synchronous.summary
+    assert (summary["outcome"], summary["steps"]) == ("completed", 6)
+    assert summary["rollouts"]["dispatched"] >= 96
+    assert summary["rollouts"]["pending"] == 0
+    assert_adds_up(summary["rollouts"])
+
+
+def test_the_same_seed_gives_the_same_bits(project: Project, synchronous: Run) -> None:
+    assert_same(project.run().complete(), synchronous)
+
+
+@pytest.mark.parametrize("role", ["controller-0", pytest.param("launcher", marks=pytest.mark.slow)])
+def test_a_kill_at_a_random_moment_and_a_resume_change_nothing(project: Project, synchronous: Run, role: str) -> None:
+    run = project.run()
+    step, pause = RANDOM.randint(1, 5), RANDOM.uniform(0, 0.15)
+    with run.going() as process:
+        run.wait_for_step(step, process)
+        time.sleep(pause)
+        killed_at = run.trained_steps()
+        if role == "launcher":
+            process.send_signal(signal.SIGKILL)
+        else:
+            run.kill(role)
+        code = process.wait(timeout=120)
+    assert code == (-signal.SIGKILL if role == "launcher" else 1) or killed_at == 6
+    run.complete("--resume")
+    assert_same(run, synchronous, f"killed {role} {pause:.3f} s after step {step}")
+
+
+def test_nothing_of_a_killed_run_survives(project: Project) -> None:
+    run = project.run(steps=1000)
+    with run.going() as process:
+        run.wait_for_step(1, process)
+        assert len(run.alive()) >= 5
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait(timeout=60)
+    assert run.alive() == []
