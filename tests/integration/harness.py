@@ -78,8 +78,13 @@ class Project:
     def prl(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run `prl` to its end."""
         return subprocess.run(
-            _command(*arguments), cwd=self.folder, env=_environment(), capture_output=True, text=True,
-            timeout=PATIENCE_S, stdin=subprocess.DEVNULL,
+            _command(*arguments),
+            cwd=self.folder,
+            env=_environment(),
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            stdin=subprocess.DEVNULL,
         )
 
 
@@ -108,8 +113,13 @@ class Run:
         output = self.project.folder / f"{self.name}.out"
         with output.open("a") as file:
             process = subprocess.Popen(
-                _command("run", str(self.config), *arguments), cwd=self.project.folder, env=_environment(),
-                stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, text=True,
+                _command("run", str(self.config), *arguments),
+                cwd=self.project.folder,
+                env=_environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                text=True,
             )
         try:
             yield process

@@ -23,7 +23,14 @@ from .harness import Project, Run, assert_adds_up, wait_until
 
 LONG = 100_000
 ENDLESS = (
-    "--set", "checkpoint.every=0", "--set", "eval.every=0", "--set", "trainer.lr=1e-6", "--set", "envs.0.seconds=0.02"
+    "--set",
+    "checkpoint.every=0",
+    "--set",
+    "eval.every=0",
+    "--set",
+    "trainer.lr=1e-6",
+    "--set",
+    "envs.0.seconds=0.02",
 )
 """It learns so little that its rewards never become all the same, which would end it."""
 

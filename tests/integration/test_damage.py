@@ -40,9 +40,7 @@ def test_a_model_that_is_not_there_is_named_before_anything_starts(project: Proj
     assert not (project.folder / "runs").exists()
 
 
-def test_a_run_that_exists_is_neither_overwritten_nor_continued_by_accident(
-    project: Project, synchronous: Run
-) -> None:
+def test_a_run_that_exists_is_neither_overwritten_nor_continued_by_accident(project: Project, synchronous: Run) -> None:
     run = project.run()
     shutil.copytree(synchronous.dir.path, run.dir.path)
     before = {path: path.stat().st_mtime_ns for path in run.dir.path.rglob("*")}

@@ -14,9 +14,7 @@ pytestmark = pytest.mark.slow
 def fault(role: str, point: str, action: str, **more: object) -> str:
     """One `[[faults]]` table."""
     keys = {"role": role, "point": point, "action": action, **more}
-    return "[[faults]]\n" + "".join(
-        f"{key} = {value!r}\n".replace("'", '"') for key, value in keys.items()
-    )
+    return "[[faults]]\n" + "".join(f"{key} = {value!r}\n".replace("'", '"') for key, value in keys.items())
 
 
 def assert_whole(run: Run, steps: int) -> None:

@@ -142,7 +142,10 @@ def credited(
     for index, (request, generation) in enumerate(zip(requests, generations, strict=True)):
         prompt, count = len(request.token_ids), len(generation.token_ids)
         header = SampleHeader(
-            prompt + count, ((prompt, count),), min(generation.versions), max(generation.versions),
+            prompt + count,
+            ((prompt, count),),
+            min(generation.versions),
+            max(generation.versions),
             request.sampling.temperature,
         )
         words = generation.token_ids[: -1 if generation.stop_reason == "stop" else None]
