@@ -17,6 +17,8 @@ import string
 from collections.abc import Iterator
 from pathlib import Path
 
+from transformers.utils import logging as transformers_logging
+
 from prl_envs.reverse_text import ReverseTextConfig, is_held_out
 
 BATCH = 128
@@ -108,6 +110,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("build/reverse_text"))
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    transformers_logging.disable_progress_bar()
     model = args.out / "model"
     model.mkdir(parents=True, exist_ok=True)
     save_tokenizer(model)
