@@ -38,7 +38,7 @@ class Existing:
     yes: bool = False
 
 
-def start(config: AnyConfig, existing: Existing, *, as_json: bool = False) -> int:
+def start(config: AnyConfig, existing: Existing, *, quiet: bool = False, as_json: bool = False) -> int:
     """Run it to its end and print its summary. Returns the exit code of DESIGN: 0, 1, 3, 75 or 130.
 
     Raises:
@@ -54,7 +54,7 @@ def start(config: AnyConfig, existing: Existing, *, as_json: bool = False) -> in
         stack.enter_context(claimed(run, existing))
         failure.keep_tracebacks_in(run.logs)
         write_inputs(run, config, plan)
-        progress = stack.enter_context(Progress(run, quiet=as_json))
+        progress = stack.enter_context(Progress(run, quiet=quiet))
         code = int(launcher.run(plan, run, progress.on_tick))
     show_summary(run, code, as_json=as_json, told=progress.cause != "")
     return code

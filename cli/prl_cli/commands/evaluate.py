@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from prl_cli.commands.shared import Json, RunsDir, Sets, complete_run
+from prl_cli.commands.shared import Json, Quiet, RunsDir, Sets, complete_run
 
 
 def evaluate(
@@ -25,6 +25,7 @@ def evaluate(
     tasks: Annotated[int | None, typer.Option("--tasks", min=1, help="Held-out tasks of each environment.")] = None,
     sets: Sets = None,
     runs_dir: RunsDir = None,
+    quiet: Quiet = False,
     json: Json = False,
 ) -> None:
     """Evaluate a model on held-out tasks.
@@ -36,4 +37,4 @@ def evaluate(
     from prl_cli.launching import Existing, start
 
     config = evaluation_config(target, checkpoint, tasks=tasks, sets=sets or [], runs_dir=runs_dir)
-    raise typer.Exit(start(config, Existing(), as_json=json))
+    raise typer.Exit(start(config, Existing(), quiet=quiet, as_json=json))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from prl_cli.commands.shared import Clean, Configs, DryRun, Json, Resume, Sets, Yes
+from prl_cli.commands.shared import Clean, Configs, DryRun, Json, Quiet, Resume, Sets, Yes
 
 
 def sft(
@@ -14,6 +14,7 @@ def sft(
     clean: Clean = False,
     yes: Yes = False,
     dry_run: DryRun = False,
+    quiet: Quiet = False,
     json: Json = False,
 ) -> None:
     """Train on examples (supervised).
@@ -27,4 +28,4 @@ def sft(
     if dry_run:
         show_plan(config, as_json=json)
         return
-    raise typer.Exit(start(config, Existing(resume, clean, yes), as_json=json))
+    raise typer.Exit(start(config, Existing(resume, clean, yes), quiet=quiet, as_json=json))

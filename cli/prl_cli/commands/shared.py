@@ -46,5 +46,6 @@ Configs = Annotated[
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run of this name from its last checkpoint.")]
 Clean = Annotated[bool, typer.Option("--clean", help="Remove the run of this name first; asks before it does.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on standard error.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, show the plan, start and write nothing.")]
 Supervised = Annotated[bool, typer.Option("--sft", help="It is a configuration of prl sft.")]

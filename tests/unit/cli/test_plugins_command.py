@@ -83,3 +83,17 @@ def test_check_wants_one_plugin(site: Path) -> None:
     assert several.returncode == 2
     assert "--kind" in several.stderr
     assert prl(site, "plugins", "check", "nothing").returncode == 2
+
+
+def test_the_doctor_is_told_of_every_broken_plugin(site: Path) -> None:
+    """Its own process imports torch, too, so only its part about plugins is run here."""
+    env = {**os.environ, "PYTHONPATH": str(site)}
+    code = "from prl_cli.doctor import probe; probe.plugins()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120, check=True
+    )
+    told = {f"{fact['kind']}/{fact['name']}": fact["problem"] for fact in map(json.loads, done.stdout.splitlines())}
+    assert told["envs/fine"] == ""
+    assert "RuntimeError: no driver" in told["envs/raises"]
+    assert "version 0 of the plugin interface" in told["envs/old"]
+    assert "more than one distribution: prl-bad, prl-good" in told["envs/rival"]
