@@ -19,7 +19,7 @@ COMMANDS = {
     "eval": LazyCommand("prl_cli.commands.evaluate:evaluate", "Evaluate a model on held-out tasks."),
     "runs": LazyCommand("prl_cli.commands.runs:app", "List runs, or show one."),
     "config": LazyCommand("prl_cli.commands.config:app", "Show, explain or check a configuration."),
-    "plugins": LazyCommand("prl_cli.commands.plugins:app", "List installed plugins, or check one."),
+    "plugins": LazyCommand("prl_cli.commands.plugins:app", "List, check, install and remove plugins."),
     "doctor": LazyCommand("prl_cli.commands.doctor:doctor", "Check whether this machine can do a run."),
     "stop": LazyCommand("prl_cli.commands.control:stop", "End a run with a checkpoint."),
     "pause": LazyCommand("prl_cli.commands.control:pause", "Let a run hold still until it is resumed."),

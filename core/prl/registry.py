@@ -170,10 +170,9 @@ def _missing(kind: str, name: str) -> str:
     near = difflib.get_close_matches(name, known, 1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     installed = f"installed: {', '.join(known)}" if known else "none is installed"
-    command = "prl env install" if kind == "envs" else "prl plugins install"
     return (
         f"no {_singular(kind)} is called {name!r}.{hint} {installed[0].upper()}{installed[1:]}. "
-        f"`{command} {name}` installs a package that provides it"
+        "`prl plugins install PACKAGE` brings what a package provides"
     )
 
 

@@ -71,6 +71,11 @@ def test_links_between_documents_resolve(root: Path) -> None:
     assert not broken, "\n".join(broken)
 
 
+def test_make_runs_files_that_exist(root: Path) -> None:
+    named = re.findall(r"\$\(BIN\)/python (\S+\.py)", (root / "Makefile").read_text())
+    assert named and not [file for file in named if not (root / file).exists()]
+
+
 def test_configurations_shown_in_documents_are_valid(root: Path) -> None:
     """A TOML block that sets a whole run, recognised by its [model], must be one."""
     for page in [*root.glob("docs/**/*.md"), root / "README.md"]:

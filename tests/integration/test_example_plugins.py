@@ -100,7 +100,9 @@ def test_a_third_party_plugin_comes_is_used_by_name_and_goes(
     assert refused.returncode == 2
     assert f"is called {name!r}" in refused.stderr and "install" in refused.stderr
 
-    environment.pip("install", "--no-deps", "--no-index", str(wheel(folder)))
+    installed = environment.prl("plugins", "install", "--json", str(wheel(folder)), cwd=tmp_path)
+    assert installed.returncode == 0, installed.stderr
+    assert json.loads(installed.stdout)["installed"] == [{"kind": kind, "name": name, "package": distribution}]
     try:
         row = environment.plugins()[kind, name]
         assert (row["package"], row["version"]) == (distribution, "1.0.0")
@@ -112,7 +114,8 @@ def test_a_third_party_plugin_comes_is_used_by_name_and_goes(
         assert f"wrong.toml:3:1: error: {kind if folder == 'env' else folder}" in wrong.stderr
         assert f"did you mean {key!r}?" in wrong.stderr, "its own keys are known"
     finally:
-        environment.pip("uninstall", "--yes", distribution)
+        removed = environment.prl("plugins", "uninstall", distribution, cwd=tmp_path)
+    assert removed.stdout == f"removed {kind}/{name} ({distribution})\n", removed.stderr
     assert environment.plugins() == before
     assert environment.prl("config", "check", config, cwd=tmp_path).returncode == 2
 

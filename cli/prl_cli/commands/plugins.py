@@ -11,7 +11,7 @@ from prl_cli.commands.shared import Json
 if TYPE_CHECKING:
     from prl.registry import Entry
 
-app = typer.Typer(add_completion=False, help="List installed plugins, or check one.", rich_markup_mode=None)
+app = typer.Typer(add_completion=False, help="List, check, install and remove plugins.", rich_markup_mode=None)
 
 Verify = Annotated[
     bool, typer.Option("--verify", help="Import each declaration too: shows its summary, or what is wrong with it.")
@@ -20,7 +20,7 @@ Verify = Annotated[
 
 @app.callback(invoke_without_command=True)
 def default(context: typer.Context, verify: Verify = False, json: Json = False) -> None:
-    """List installed plugins, or check one."""
+    """List, check, install and remove plugins."""
     if context.invoked_subcommand is None:
         list_plugins(None, verify, json)
 
@@ -72,6 +72,46 @@ def check(
             typer.echo(f"{step.name}{': ' + step.detail if step.detail else ''}")
     if not result.ok:
         raise typer.Exit(1)
+
+
+Packages = Annotated[list[str], typer.Argument(metavar="PACKAGE...", help="As pip takes them: a name, a file, a URL.")]
+
+
+@app.command("install")
+def install(
+    packages: Packages,
+    upgrade: Annotated[bool, typer.Option("--upgrade", help="Newer versions of what is installed, too.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be installed.")] = False,
+    json: Json = False,
+) -> None:
+    """Install packages into prl's own environment and show the plugins they bring.
+
+    The versions of torch, transformers and prl itself are kept: a package that cannot live with them is refused.
+    """
+    from prl_cli import installing
+
+    _report("installed", installing.install(packages, upgrade=upgrade, dry_run=dry_run), json, quiet=dry_run)
+
+
+@app.command("uninstall")
+def uninstall(packages: Packages, json: Json = False) -> None:
+    """Remove packages that provide plugins."""
+    from prl_cli import installing
+
+    _report("removed", installing.uninstall(packages), json)
+
+
+def _report(what: str, plugins: list[tuple[str, str, str]], json: bool, *, quiet: bool = False) -> None:
+    from prl_cli import output
+
+    if json:
+        rows = [{"kind": kind, "name": name, "package": package} for kind, name, package in plugins]
+        output.emit_json({what: rows})
+        return
+    for kind, name, package in plugins:
+        typer.echo(f"{what} {kind}/{name} ({package})")
+    if not plugins and not quiet:
+        output.warn(f"no plugin was {what}: `prl plugins` shows what there is")
 
 
 def _row(entry: Entry, verify: bool) -> dict[str, Any]:

@@ -130,7 +130,7 @@ def test_unreadable_files_are_all_reported(write: Write) -> None:
 
 def test_a_plugin_of_a_default_that_is_not_installed_is_reported(write: Write) -> None:
     (found,) = problems([write(GOOD)], ["loss.use=gspo"])
-    assert "no loss is called 'gspo'" in found and "`prl plugins install gspo`" in found
+    assert "no loss is called 'gspo'" in found and "`prl plugins install PACKAGE`" in found
     found = problems([write("[model]\npath='a/b'\n[data]\ntrain='x'\n")], ["loss.use=cross"], SftConfig, checks=False)[
         0
     ]

@@ -106,8 +106,8 @@ def test_a_missing_name_says_what_is_near_what_is_installed_and_how_to_get_it(si
         registry.describe("envs", "acme_helo")
     message = str(caught.value)
     assert "no environment is called 'acme_helo'. Did you mean 'acme_hello'?" in message
-    assert "Installed: " in message and "`prl env install acme_helo`" in message
-    with pytest.raises(PluginMissing, match="`prl plugins install nope`"):
+    assert "Installed: " in message and "`prl plugins install PACKAGE`" in message
+    with pytest.raises(PluginMissing, match="no loss is called 'nope'"):
         registry.describe("losses", "nope")
 
 
