@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from prl.config.schema import RunConfig
 from prl.controller.hub import Hub
-from prl.errors import RunFailed
+from prl.errors import RunFailed, StoreError
 from prl.loop.state import LoopState
 from prl.loop.supervisor import Loop
 from prl.store.sink import RunSink
@@ -17,6 +18,8 @@ from prl.store.writer import StoreWriter
 
 if TYPE_CHECKING:
     from prl.controller.control import Control
+
+log = logging.getLogger(__name__)
 
 PERIOD_S = 0.5
 
@@ -58,7 +61,11 @@ class Report:
     async def tick(self) -> None:
         while True:
             name = "starting" if self._state is None else "paused" if self._state.paused else "running"
-            self._store.status(self._status(name))
+            try:
+                self._store.status(self._status(name))
+            except StoreError as error:  # the loop's next report meets the same full disk, and ends the run
+                log.error("%s", error)
+                return
             await asyncio.sleep(PERIOD_S)
 
     def end(self, outcome: str, error: Exception | None) -> None:

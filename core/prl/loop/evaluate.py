@@ -76,7 +76,7 @@ class Evaluator:
         values: dict[str, float] = {}
         with state.waits.on("evaluate", "engine", f"evaluation after step {step}", table.timeout_s):
             for env in state.config.envs:
-                values.update(await self._evaluate_env(env.label))
+                values.update(await self._evaluate_env(env.label, step))
         values["eval/seconds"] = asyncio.get_running_loop().time() - started
         scores = [
             values[f"eval/{env.label}/{table.metric}"]
@@ -94,22 +94,26 @@ class Evaluator:
     def _synchronous(self) -> bool:
         return self._state.config.loop.max_staleness == 0
 
-    async def _evaluate_env(self, label: str) -> dict[str, float]:
+    async def _evaluate_env(self, label: str, step: int) -> dict[str, float]:
         state = self._state
         table = state.config.eval
         if label not in self._tasks:
             self._tasks[label] = await state.roles.runner.tasks(label, "eval", 0, table.tasks)
+        tasks = [(index, task) for index, task in enumerate(self._tasks[label]) for _ in range(table.samples)]
         jobs = [
-            asyncio.create_task(self._episode(label, task, index, sample))
-            for index, task in enumerate(self._tasks[label])
-            for sample in range(table.samples)
+            asyncio.create_task(self._episode(label, task, index, number % table.samples))
+            for number, (index, task) in enumerate(tasks)
         ]
         if not jobs:
             return {}
         done, late = await asyncio.wait(jobs, timeout=table.timeout_s)
         for job in late:
             job.cancel()
-        outcomes = [outcome for job in done if (outcome := job.result()) is not None]
+        # In the order of the tasks, not of `done`: a sum of floats depends on its order.
+        results = [(task, job.result()) for (_, task), job in zip(tasks, jobs, strict=True) if job in done]
+        finished = [(task, outcome) for task, outcome in results if outcome is not None]
+        state.sink.evaluated(step, label, finished)
+        outcomes = [outcome for _, outcome in finished]
         values = _means(label, outcomes)
         values[f"eval/{label}/episodes"] = len(outcomes)
         values[f"eval/{label}/failed"] = len(done) - len(outcomes)

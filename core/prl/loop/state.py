@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -17,6 +17,7 @@ from prl.loop.tasks import TaskSource
 from prl.loop.waits import Signal, Waits
 from prl.messages import TrainBatch, WeightsRef
 from prl.protocols import Algorithm, EngineFleet, EpisodeRunner, TrainerClient
+from prl.types import Outcome, Task
 
 
 class Sink(Protocol):
@@ -29,6 +30,8 @@ class Sink(Protocol):
     def group(self, group: Group, step: int | None, fate: str) -> None:
         """A group left the loop: trained at `step`, or dropped or failed for the reason `fate`."""
         ...
+
+    def evaluated(self, step: int, env: str, episodes: Sequence[tuple[Task, Outcome]]) -> None: ...
 
     def seal(self, step: int) -> None: ...
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from prl.store.records import RolloutRecord
 from prl.store.writer import StoreWriter
-from prl.types import Credit, Outcome
+from prl.types import Credit, Outcome, Task
 
 if TYPE_CHECKING:
     from prl.loop.groups import Group, Sample
@@ -36,11 +36,32 @@ class RunSink:
         for record in group_records(group, step, fate):
             self._writer.rollout(step, record)
 
+    def evaluated(self, step: int, env: str, episodes: Sequence[tuple[Task, Outcome]]) -> None:
+        for task, outcome in episodes:
+            self._writer.rollout(step, _eval_record(env, task, outcome))
+
     def seal(self, step: int) -> None:
         self._writer.seal(step)
 
     async def ready(self) -> None:
         await self._writer.ready()
+
+
+def _eval_record(env: str, task: Task, outcome: Outcome) -> RolloutRecord:
+    return RolloutRecord(
+        outcome.episode_id,
+        env,
+        task.id,
+        -1,
+        "eval",
+        "eval",
+        outcome.rollouts,
+        outcome.bodies,
+        [],
+        outcome.transcript,
+        outcome.metrics,
+        outcome.seconds,
+    )
 
 
 def group_records(group: Group, step: int | None, fate: str) -> Iterator[RolloutRecord]:

@@ -188,6 +188,7 @@ class FakeSink:
         self.lines: list[tuple[int, dict[str, float]]] = []
         self.events: list[tuple[str, dict[str, object]]] = []
         self.groups: list[tuple[int, int | None, str]] = []
+        self.evaluations: list[tuple[int, str, int]] = []
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         self.lines.append((step, dict(values)))
@@ -197,6 +198,9 @@ class FakeSink:
 
     def group(self, group: Group, step: int | None, fate: str) -> None:
         self.groups.append((group.id, step, fate))
+
+    def evaluated(self, step: int, env: str, episodes: Sequence[tuple[Task, Outcome]]) -> None:
+        self.evaluations.append((step, env, len(episodes)))
 
     def seal(self, step: int) -> None:
         pass
