@@ -15,6 +15,9 @@ from prl.messages import Generation
 from prl_engine_embedded.config import EmbeddedConfig
 from prl_engine_embedded.continuous import ContinuousScheduler
 from prl_engine_embedded.methods import Failure
+from prl_engine_embedded.server import can_pause
+
+pytestmark = pytest.mark.skipif(not can_pause(), reason="needs transformers 5.19 or newer")
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from transformers import GenerationConfig
@@ -72,6 +72,7 @@ class ContinuousScheduler:
         self._lock = threading.RLock()
         self._holding = threading.Lock()
         self._holders = 0
+        self._pause: AbstractContextManager[None] | None = None
         self._closed = False
         self._deliver: Deliver = lambda results: None
         self._manager = self._make_manager()
@@ -120,20 +121,20 @@ class ContinuousScheduler:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        # The manager counts pauses per thread, and `prl pause` begins and ends in different ones: so one pause is
-        # taken for all holders, whichever thread they are of.
-        status = self._manager.background_thread_status
+        # One pause for all holders: `prl pause` begins in one thread and ends in another.
         with self._holding:
             if not self._holders:
-                status.acquire_pause(self._manager._wake_up_loop)
+                self._pause = self._manager.pause()
+                self._pause.__enter__()
             self._holders += 1
         try:
             yield
         finally:
             with self._holding:
                 self._holders -= 1
-                if not self._holders:
-                    status.release_pause()
+                if not self._holders and self._pause is not None:
+                    pause, self._pause = self._pause, None
+                    pause.__exit__(None, None, None)
 
     def weights_changed(self, recompute: bool) -> None:
         processor = self._manager.batch_processor
@@ -255,12 +256,11 @@ class ContinuousScheduler:
             self._flights.clear()
             self._names.clear()
             with self._holding:
-                holders, self._holders = self._holders, 0
                 self._manager = self._make_manager()
                 self._manager.start()
-                if holders:
-                    self._manager.background_thread_status.acquire_pause(self._manager._wake_up_loop)
-                    self._holders = holders
+                if self._holders:
+                    self._pause = self._manager.pause()
+                    self._pause.__enter__()
         if left:
             self._deliver(left)
 
