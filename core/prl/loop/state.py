@@ -97,8 +97,8 @@ class LoopState:
     recent: deque[bool] = field(default_factory=deque)  # generate: whether recent episodes failed
     progress: float = 0.0  # whoever moved something: loop time
 
-    tokens_generated: int = 0
-    tokens_trained: int = 0
+    tokens_generated: int = 0  # sampled by the policy in training episodes
+    tokens_trained: int = 0  # those of them that were in a trained sample
     staleness_sum: float = 0.0
     staleness_count: int = 0
     staleness_max: int = 0

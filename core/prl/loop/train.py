@@ -124,7 +124,7 @@ class Trainer:
             state.ledger.drop("no_signal", len(group.outcomes) - used)
             state.sink.group(group, batch.step, "trained")
         staleness = [batch.step - 1 - s.header.min_version for s in batch.samples if s.header.runs]
-        state.tokens_trained += batch.num_tokens
+        state.tokens_trained += sum(sample.header.num_sampled for sample in batch.samples)
         state.staleness_sum += sum(staleness)
         state.staleness_count += len(staleness)
         state.staleness_max = max(state.staleness_max, max(staleness, default=0))
