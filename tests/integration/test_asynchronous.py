@@ -72,5 +72,6 @@ def test_evaluation_goes_on_beside_training(resumed: Run) -> None:
     assert evaluated[0] == 0 and evaluated[-1] == STEPS
     assert len(evaluated) >= 3  # those that fall due during another one become one
     assert all(row["eval/MyEnv/episodes"] == 8 for row in resumed.metrics() if "eval/score" in row)
-    rows = open_run(resumed.dir.path).index.to_pylist()
-    assert {row["kind"] for row in rows} == {"train"}
+    stored = [row for row in open_run(resumed.dir.path).rollouts().to_pylist() if row["kind"] == "eval"]
+    assert Counter(row["step"] for row in stored) == dict.fromkeys(evaluated, 8)
+    assert {row["status"] for row in stored} == {"eval"}, "evaluation is no part of the ledger"

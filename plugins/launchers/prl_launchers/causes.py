@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 from pathlib import Path
@@ -63,3 +64,13 @@ def cause(name: str, what: str, code: int | None, log: Path) -> str:
     """
     quoted = "" if code in (-signal.SIGKILL, -signal.SIGTERM) else last_error(log)
     return f"{name} {what}{': ' + quoted if quoted else ''}; see {log}"
+
+
+def told_by_controller(status: Path) -> tuple[str, str]:
+    """Why the controller gave up and the log that shows it, relative to the run directory; ("", "") when it wrote no
+    such thing into its status file."""
+    try:
+        document = json.loads(status.read_bytes())
+        return str(document.get("failed_reason") or ""), str(document.get("log") or "")
+    except (OSError, ValueError, AttributeError):
+        return "", ""

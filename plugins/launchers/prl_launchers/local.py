@@ -29,7 +29,7 @@ from prl.messages import RoleExited
 from prl.plan import LaunchState, Plan, ProcessState, Role
 from prl.rundir import RunDir
 from prl_launchers import variables, warden
-from prl_launchers.causes import cause, how_it_ended
+from prl_launchers.causes import cause, how_it_ended, told_by_controller
 from prl_launchers.config import LocalConfig
 from prl_launchers.link import ControllerLink
 from prl_launchers.process import Child
@@ -341,9 +341,14 @@ class Supervision:
     # --- what people see ----------------------------------------------------------------------------------
 
     def _blame(self, slot: Slot, what: str) -> None:
-        if not self.cause:
+        if self.cause:
+            return
+        reason, log = told_by_controller(self._run_dir.status) if slot.role.name == CONTROLLER else ("", "")
+        if reason and log:
+            self.cause = f"the run failed: {reason}; see {_shown(self._run_dir.path / log)}"
+        else:
             self.cause = cause(slot.name, what, slot.code, _shown(self._run_dir.log(slot.role.name, slot.replica)))
-            self._note(self.cause)
+        self._note(self.cause)
 
     def _note(self, line: str) -> None:
         log = self._run_dir.log("launcher", 0)
