@@ -20,7 +20,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build" / "overlap"
 PRL = str(Path(sys.executable).with_name("prl"))
-SHAPE = {"hidden_size": 192, "intermediate_size": 384, "num_hidden_layers": 3, "num_attention_heads": 6}
+SHAPE = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3, "num_attention_heads": 4}
 MAX_TOKENS = 40
 STEPS, SKIPPED = 16, 5
 TARGET = 0.85
@@ -57,7 +57,9 @@ def make_model(folder: Path) -> None:
     """The example's tokenizer and a random Llama whose end token is never likely."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     sys.path.insert(0, str(ROOT / "examples" / "reverse_text"))
     from prepare import save_tokenizer
 
