@@ -34,8 +34,8 @@ class Sampler:
     """The engine's model and scheduler, called as a function."""
 
     def __init__(self, config: RunConfig) -> None:
+        from prl_engine_embedded.build import build_scheduler
         from prl_engine_embedded.config import EmbeddedConfig
-        from prl_engine_embedded.server import build_scheduler
 
         own = EmbeddedConfig.model_validate(config.engine.own)
         self.model, self.scheduler = build_scheduler(config, own)

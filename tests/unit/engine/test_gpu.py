@@ -10,11 +10,11 @@ import torch
 
 from prl.messages import Generation
 from prl_engine_embedded import fitness, slots
+from prl_engine_embedded.build import can_pause
 from prl_engine_embedded.config import EmbeddedConfig
 from prl_engine_embedded.continuous import ContinuousScheduler
 from prl_engine_embedded.fixed import FixedScheduler
 from prl_engine_embedded.model import LoadedModel
-from prl_engine_embedded.server import can_pause
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,8 +10,9 @@ import threading
 
 from prl import role
 from prl.wire import Server
+from prl_engine_embedded.build import build_receiver, build_scheduler
 from prl_engine_embedded.config import EmbeddedConfig
-from prl_engine_embedded.server import EngineServer, build_receiver, build_scheduler
+from prl_engine_embedded.server import EngineServer
 
 
 def _end_process(args: threading.ExceptHookArgs) -> None:

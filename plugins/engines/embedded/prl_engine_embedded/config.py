@@ -12,12 +12,13 @@ from prl.contribution import PluginConfig
 class EmbeddedConfig(PluginConfig):
     batching: Literal["auto", "fixed", "continuous"] = "auto"
     """"fixed" computes in fixed-shape batches, so that a request's tokens do not depend on its companions;
-    "continuous" is transformers' own scheduler with a paged cache; "auto" is fixed on a CPU or when
-    loop.max_staleness is 0, continuous on a GPU."""
+    "continuous" is transformers' own scheduler with a paged cache; "auto" is fixed wherever the model and, on a GPU,
+    the memory allow it, and always when loop.max_staleness is 0."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """"auto" takes a GPU where there is one."""
     slots: int = Field(256, ge=8, le=4096)
-    """Requests that are decoded at once. Each slot keeps keys and values for a whole sequence."""
+    """Requests that are decoded at once at most. "fixed" has fewer where whole sequences in all of them would not fit
+    into half of the free memory."""
     prefill_rows: int = Field(32, ge=8, le=512)
     """Prompts that one prefill pass computes, "fixed" only. Fewer than 8 would make results depend on the row."""
     max_sequence_tokens: int = Field(0, ge=0)

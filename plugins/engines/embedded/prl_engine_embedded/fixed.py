@@ -12,6 +12,7 @@ rows; a repeatable run has them only where they were seen to give the same bits 
 from __future__ import annotations
 
 import heapq
+import logging
 import math
 from collections import deque
 from collections.abc import Iterable
@@ -28,6 +29,8 @@ from prl_engine_embedded.sampling import sample, uniforms
 from prl_engine_embedded.scheduler import Key, Result, problem_with
 from prl_engine_embedded.slots import SlotCache
 from prl_engine_embedded.stepped import SteppedScheduler
+
+log = logging.getLogger(__name__)
 
 PASS_TOKENS = 16_384
 """A prefill pass has fewer rows for long prompts, so that rows x length stays below this."""
@@ -114,6 +117,13 @@ class FixedScheduler(SteppedScheduler):
         """Rebuild the keys and values of everything in flight, except of each row's last token, which is fed next."""
         if not recompute:
             return
+        try:
+            self._rebuild()
+        except Exception as error:  # out of memory: the weights are whole, what was computed with the former is not
+            log.exception("keys and values could not be rebuilt")
+            self.fail_everything(f"keys and values could not be rebuilt: {type(error).__name__}: {error}")
+
+    def _rebuild(self) -> None:
         by_length: dict[int, list[Row]] = {}
         for row in self._rows:
             if row is not None:

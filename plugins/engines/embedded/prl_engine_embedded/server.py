@@ -13,15 +13,13 @@ from typing import Any
 
 import msgspec
 
-from prl import faults, registry
-from prl.config.schema import RunConfig
-from prl.errors import EnvironmentNotFit, PrlError, WeightsError
+from prl import faults
+from prl.errors import PrlError, WeightsError
 from prl.faults import InjectedFault
 from prl.messages import NOTHING, EngineHealth, Generation, Nothing, WeightsRef
 from prl.protocols import ChannelReceiver, ReceivedWeights
 from prl.wire import Handlers, Peer
 from prl_engine_embedded import methods
-from prl_engine_embedded.config import EmbeddedConfig
 from prl_engine_embedded.methods import Failure
 from prl_engine_embedded.model import LoadedModel
 from prl_engine_embedded.scheduler import Result, Scheduler
@@ -184,61 +182,3 @@ def _spoiled(generation: Generation | None) -> Generation | None:
         if generation is not None:
             return msgspec.structs.replace(generation, logprobs=[math.nan] * len(generation.logprobs))
     return generation
-
-
-def build_scheduler(config: RunConfig, own: EmbeddedConfig) -> tuple[LoadedModel, Scheduler]:
-    """Load the model for the scheduler that the configuration asks for, and try it out.
-
-    Raises:
-        UsageError: the model cannot be loaded, or cannot be served by this scheduler.
-        EnvironmentNotFit: a GPU is asked for and there is none, or transformers is too old for continuous batching.
-    """
-    import torch
-
-    from prl_engine_embedded import model as models
-    from prl_engine_embedded.client import threads_of
-
-    threads = threads_of(config)
-    if threads:
-        torch.set_num_threads(threads)
-    device = models.choose_device(own.device)
-    batching = own.batching
-    if batching == "auto":
-        repeatable = config.loop.max_staleness == 0
-        batching = "continuous" if device.type != "cpu" and not repeatable and can_pause() else "fixed"
-        log.info("batching = %r on %s", batching, device)
-    elif batching == "continuous" and not can_pause():
-        raise EnvironmentNotFit(
-            'engine.batching = "continuous" needs a transformers whose continuous batching can be paused (5.19 or '
-            'newer): upgrade transformers, or set batching = "fixed"'
-        )
-    if batching == "fixed":
-        from prl_engine_embedded import fitness, fixed, slots
-
-        slots.register()
-        loaded = models.load(config.model, device, slots.ATTENTION, own.max_sequence_tokens)
-        fitness.require_plain_attention(loaded)
-        windows = rows = True
-        if config.loop.max_staleness == 0:
-            fitness.warn_of_companions(loaded)
-            windows = fitness.window_is_invisible(loaded)
-            rows = all(fitness.rows_are_invisible(loaded, most) for most in (own.slots, own.prefill_rows))
-        scheduler = fixed.FixedScheduler(loaded, own.slots, own.prefill_rows, pinned_window=not windows, tiers=rows)
-        return loaded, scheduler
-    from prl_engine_embedded.continuous import ContinuousScheduler
-
-    loaded = models.load(config.model, device, "sdpa", own.max_sequence_tokens)
-    return loaded, ContinuousScheduler(loaded, own)
-
-
-def can_pause() -> bool:
-    """Whether transformers' continuous batching can stop between two tokens: weights are swapped there."""
-    from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
-
-    return hasattr(ContinuousBatchingManager, "pause")
-
-
-def build_receiver(config: RunConfig) -> ChannelReceiver:
-    channel: Any = registry.build("channels", config.channel.use, config.channel.own)
-    receiver: ChannelReceiver = channel.receiver()
-    return receiver

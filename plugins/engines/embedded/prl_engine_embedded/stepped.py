@@ -109,4 +109,4 @@ class SteppedScheduler(ABC):
                 self._deliver(finished)
 
     def _is_wanted(self) -> bool:
-        return bool(self._arrived or self._aborted or self.has_work())
+        return bool(self._arrived or self._aborted or self.finished or self.has_work())
