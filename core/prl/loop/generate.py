@@ -113,7 +113,8 @@ class Generator:
     def _request(self, group: Group, index: int, attempt: int) -> EpisodeRequest:
         state = self._state
         loop = state.config.loop
-        episode_id = (group.id * group.size + index) * loop.max_attempts + attempt
+        episode_id = state.next_episode
+        state.next_episode += 1
         return EpisodeRequest(
             episode_id=episode_id,
             env=group.env,

@@ -35,7 +35,14 @@ class Snapshot(msgspec.Struct):
     eval_last: float | None
 
 
-COUNTERS = ("tokens_generated", "tokens_trained", "staleness_sum", "staleness_count", "staleness_max")
+COUNTERS = (
+    "next_episode",
+    "tokens_generated",
+    "tokens_trained",
+    "staleness_sum",
+    "staleness_count",
+    "staleness_max",
+)
 
 
 def take(state: LoopState, eval_first: float | None, eval_last: float | None) -> bytes:
@@ -74,7 +81,11 @@ def restore(state: LoopState, data: bytes) -> Snapshot:
     state.version = state.batches = snapshot.step
     state.next_group = snapshot.next_group
     state.ready = {group.id: group for group in snapshot.ready}
+    # `max_staleness` may be another one now.
+    for group in snapshot.ready:
+        group.deadline = state.deadline_of(group.min_version)
     for group in snapshot.in_flight:
+        group.deadline = state.deadline_of(min(group.version, group.min_version))
         if group.complete:
             state.finished.append(group)
         else:

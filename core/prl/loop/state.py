@@ -77,6 +77,7 @@ class LoopState:
     waits: Waits = field(default_factory=Waits)
 
     next_group: int = 0  # generate
+    next_episode: int = 0  # generate: every attempt has a number of its own
     in_flight: dict[int, Group] = field(default_factory=dict)  # generate; batch gives up stragglers
     episodes: dict[int, set[asyncio.Task[None]]] = field(default_factory=dict)  # generate: by group in flight
     finished: deque[Group] = field(default_factory=deque)  # generate adds, score removes
