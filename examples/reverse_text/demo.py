@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -25,7 +26,7 @@ AFTER_WARM_UP, AT_THE_END = 0.5, 0.9
 
 @dataclass(frozen=True)
 class Names:
-    """Where one seed's files go, relative to the root of the repository."""
+    """Where one seed's files go, relative to the folder the demo runs in."""
 
     seed: int
 
@@ -46,11 +47,11 @@ class Names:
         return f"reverse-text{self.suffix}"
 
 
-def run(*command: str) -> float:
+def run(folder: Path, *command: str) -> float:
     """Run one step in the foreground and return its seconds; its failure ends the demo with its exit code."""
     print(f"\n$ {' '.join(Path(command[0]).name if i == 0 else part for i, part in enumerate(command))}", flush=True)
     started = time.monotonic()
-    code = subprocess.run(command, cwd=ROOT, check=False).returncode
+    code = subprocess.run(command, cwd=folder, check=False).returncode
     if code:
         sys.exit(code if code > 0 else 1)
     return time.monotonic() - started
@@ -68,20 +69,19 @@ def settings(names: Names, kind: str) -> list[str]:
     return [part for change in changes for part in ("--set", change)]
 
 
-def demo(seed: int) -> dict[str, float]:
-    """All four steps. Returns the seconds of each."""
-    names = Names(seed)
-    shutil.rmtree(ROOT / names.build, ignore_errors=True)
-    seconds = {}
-    seconds["prepare"] = run(
-        sys.executable, "examples/reverse_text/prepare.py", "--out", names.build, "--seed", str(seed)
-    )
-    seconds["warm-up"] = run(PRL, "sft", "examples/reverse_text/sft.toml", *settings(names, "sft"), "--clean", "--yes")
-    seconds["reinforcement learning"] = run(
-        PRL, "run", "examples/reverse_text/rl.toml", *settings(names, "rl"), "--clean", "--yes"
-    )
-    seconds["evaluation"] = run(PRL, "eval", names.run)
-    return seconds
+def demo(names: Names, folder: Path) -> dict[str, float]:
+    """All four steps, in `folder`. Returns the seconds of each."""
+    here = os.path.relpath(HERE, folder)
+    shutil.rmtree(folder / names.build, ignore_errors=True)
+    prepare = (f"{here}/prepare.py", "--out", names.build, "--seed", str(names.seed))
+    return {
+        "prepare": run(folder, sys.executable, *prepare),
+        "warm-up": run(folder, PRL, "sft", f"{here}/sft.toml", *settings(names, "sft"), "--clean", "--yes"),
+        "reinforcement learning": run(
+            folder, PRL, "run", f"{here}/rl.toml", *settings(names, "rl"), "--clean", "--yes"
+        ),
+        "evaluation": run(folder, PRL, "eval", names.run),
+    }
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -101,11 +101,11 @@ def time_to(rows: list[dict[str, Any]], target: float) -> tuple[int, float] | No
     return None
 
 
-def summary(names: Names, seconds: dict[str, float]) -> bool:
+def summary(names: Names, folder: Path, seconds: dict[str, float]) -> bool:
     """Print what happened; whether the model learned."""
-    folder = ROOT / "runs" / names.run
-    result = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    rows = read_metrics(folder / "metrics.jsonl")
+    directory = folder / "runs" / names.run
+    result = json.loads((directory / "summary.json").read_text(encoding="utf-8"))
+    rows = read_metrics(directory / "metrics.jsonl")
     before, after = result["eval_first"], result["eval_last"]
     steps = [row["time/step"] for row in rows if "time/step" in row]
     reached = time_to(rows, AT_THE_END)
@@ -137,9 +137,10 @@ def count(value: int | dict[str, int]) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="of the model, the data and the runs")
+    parser.add_argument("--folder", type=Path, default=ROOT, help="where build/ and runs/ are made")
     args = parser.parse_args()
-    seconds = demo(args.seed)
-    if not summary(Names(args.seed), seconds):
+    names, folder = Names(args.seed), args.folder.resolve()
+    if not summary(names, folder, demo(names, folder)):
         sys.exit(f"the model did not learn: expected at most {AFTER_WARM_UP} before and at least {AT_THE_END} after")
 
 

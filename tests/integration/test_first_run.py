@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert prl(folder, "init").returncode == 0
     script = folder / "make_model.py"
     few = script.read_text().replace(
-        "REVERSE_STEPS, MIXED_STEPS = 128, 150, 200", "REVERSE_STEPS, MIXED_STEPS = 8, 50, 1"
+        "TURNING_STEPS, MIXED_STEPS = 128, 100, 150, 150", "TURNING_STEPS, MIXED_STEPS = 8, 50, 1, 1"
     )
     assert few != script.read_text()
     script.write_text(few)
