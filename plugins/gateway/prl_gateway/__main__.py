@@ -8,8 +8,7 @@ from typing import Any
 
 from prl import registry, role
 from prl.wire import Server
-from prl_gateway import template
-from prl_gateway.render import TemplateRenderer
+from prl_gateway import library, template
 from prl_gateway.service import Gateway
 
 
@@ -20,7 +19,7 @@ async def serve(process: role.RoleProcess) -> None:
     plugin: Any = registry.build("engines", config.engine.use, config.engine.own)
     gateway = Gateway(
         process.token,
-        TemplateRenderer(tokenizer),
+        library.choose(tokenizer, config.model.path),
         lambda address: plugin.connect(address, process.token),
         context=tokenizer.context,
     )

@@ -8,7 +8,7 @@ edited, the template rewrote it, the temperature changed) another segment starts
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -16,7 +16,7 @@ import msgspec
 from prl.errors import EpisodeFailed
 from prl.messages import Generation
 from prl.types import Message, SampleBody, SampleHeader, Sampling, Turn
-from prl_gateway.render import Prompt, Renderer
+from prl_gateway.render import Renderer, Tools, Turned
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -61,12 +61,14 @@ class Tokens:
 
 
 class Mark(NamedTuple):
-    """After a turn: how many messages there were, the text before its answer, where its tokens end."""
+    """After a turn: how many messages there were, the text before its answer, where its tokens end and how many of them
+    were sampled."""
 
     num_messages: int
     text: str
     segment: Tokens
     end: int
+    num_sampled: int
 
 
 class Pending(NamedTuple):
@@ -81,6 +83,7 @@ class Pending(NamedTuple):
     kept: int
     """Marks that stay valid."""
     temperature: float
+    tools: Tools
 
 
 class Conversation:
@@ -102,7 +105,7 @@ class Conversation:
         new: Sequence[Message],
         sampling: Sampling,
         renderer: Renderer,
-        tools: Sequence[Mapping[str, Any]] = (),
+        tools: Tools = (),
     ) -> Pending:
         """The prompt of the next turn after the first `keep` messages and `new`.
 
@@ -123,29 +126,16 @@ class Conversation:
             kept -= 1
         if kept:
             mark = self.marks[kept - 1]
-            prompt = renderer.extend(mark.text, messages, mark.num_messages - 1, tools)
-            if prompt is not None:
-                return self._continued(mark, prompt, messages, renderer.end_of_turn, kept, temperature)
+            tokens = mark.segment.ids
+            before = Turned(tokens if mark.end == len(tokens) else tokens[: mark.end], mark.num_sampled, mark.text)
+            more = renderer.extend(before, messages, mark.num_messages - 1, tools)
+            if more is not None:
+                goes_on = mark.segment is self.segments[-1] and mark.end == len(tokens)
+                base = mark.segment if goes_on and temperature == mark.segment.temperature else None
+                prompt_ids = before.token_ids + more.token_ids
+                return Pending(messages, prompt_ids, more.token_ids, more.text, base, kept, temperature, tools)
         prompt = renderer.start(messages, tools)
-        return Pending(messages, prompt.token_ids, (), prompt.text, None, 0, temperature)
-
-    def _continued(
-        self,
-        mark: Mark,
-        prompt: Prompt,
-        messages: list[Message],
-        end_of_turn: int | None,
-        kept: int,
-        temperature: float,
-    ) -> Pending:
-        before = mark.segment.ids if mark.end == len(mark.segment.ids) else mark.segment.ids[: mark.end]
-        context = prompt.token_ids
-        # The template ends the assistant's turn; so did the model, unless it was cut off or ended otherwise.
-        if context and context[0] == end_of_turn and before[-1] == end_of_turn:
-            context = context[1:]
-        goes_on = mark.segment is self.segments[-1] and mark.end == len(mark.segment.ids)
-        base = mark.segment if goes_on and temperature == mark.segment.temperature else None
-        return Pending(messages, before + context, context, prompt.text, base, kept, temperature)
+        return Pending(messages, prompt.token_ids, (), prompt.text, None, 0, temperature, tools)
 
     def commit(self, pending: Pending, generation: Generation, renderer: Renderer) -> Turn:
         """Append what was sampled and return the assistant's turn."""
@@ -156,10 +146,8 @@ class Conversation:
             segment, context = Tokens(pending.temperature), pending.prompt_ids
             self.segments.append(segment)
         segment.append(context, generation)
-        words = generation.token_ids
-        if generation.stop_reason == "stop" and words[-1] in renderer.stop_token_ids:
-            words = words[:-1]
-        message = Message("assistant", renderer.decode(words))
+        sampled = generation.token_ids
+        message = renderer.answer(sampled, generation.stop_reason == "stop", pending.tools, pending.prompt_ids)
         self.messages = [*pending.messages, message]
-        self.marks[pending.kept :] = [Mark(len(self.messages), pending.text, segment, len(segment.ids))]
-        return Turn(message, generation.stop_reason, len(generation.token_ids), len(pending.prompt_ids))
+        self.marks[pending.kept :] = [Mark(len(self.messages), pending.text, segment, len(segment.ids), len(sampled))]
+        return Turn(message, generation.stop_reason, len(sampled), len(pending.prompt_ids))

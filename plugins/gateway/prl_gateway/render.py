@@ -36,11 +36,18 @@ class Prompt(NamedTuple):
     text: str
 
 
+class Turned(NamedTuple):
+    """A conversation after an assistant's turn: all its tokens, of which the last `num_sampled` were sampled, and the
+    `Prompt.text` from before that turn."""
+
+    token_ids: list[int]
+    num_sampled: int
+    text: str
+
+
 class Renderer(Protocol):
     stop_token_ids: list[int]
     """Tokens that end an assistant's turn."""
-    end_of_turn: int | None
-    """The token the template puts after an assistant's words, if it is a single special one."""
 
     def start(self, messages: Sequence[Message], tools: Tools) -> Prompt:
         """Render a whole conversation.
@@ -50,19 +57,21 @@ class Renderer(Protocol):
         """
         ...
 
-    def extend(self, before: str, messages: Sequence[Message], answer: int, tools: Tools) -> Prompt | None:
-        """The tokens after an assistant's sampled words, and the text up to its next turn.
+    def extend(self, before: Turned, messages: Sequence[Message], answer: int, tools: Tools) -> Prompt | None:
+        """The tokens to append after an assistant's turn, up to where its next one begins.
 
         Args:
-            before: `Prompt.text` of the turn that `messages[answer]` answered.
+            before: what `messages[answer]` left.
             messages: the whole conversation.
 
         Returns:
-            None when the template does not extend what it had rendered before.
+            the further tokens, with the text of the whole; None when what was rendered before is not extended.
         """
         ...
 
-    def decode(self, token_ids: Sequence[int]) -> str: ...
+    def answer(self, sampled: Sequence[int], stopped: bool, tools: Tools, prompt_ids: list[int]) -> Message:
+        """The assistant's message; `stopped` when the turn ended by itself."""
+        ...
 
 
 _PROBES = (
@@ -85,8 +94,8 @@ class TemplateRenderer:
         self._suspicious = finder(literals(tokenizer.template_source) | set(tokenizer.added))
         self._patterns: dict[tuple[str, ...], _Pattern | None] = {}
         self._prompts: dict[tuple[str, ...], Prompt] = {}
-        self.decode = tokenizer.decode
         self.end_of_turn = self._find_end_of_turn()
+        """The token that the template puts after an assistant's words, if it is a single special one."""
         stops = set(tokenizer.eos_token_ids)
         if self.end_of_turn is not None:
             stops.add(self.end_of_turn)
@@ -111,15 +120,25 @@ class TemplateRenderer:
             self._prompts[key] = prompt
         return prompt
 
-    def extend(self, before: str, messages: Sequence[Message], answer: int, tools: Tools = ()) -> Prompt | None:
+    def extend(self, before: Turned, messages: Sequence[Message], answer: int, tools: Tools = ()) -> Prompt | None:
         text = self._text(messages, tools)
         words = messages[answer].content
         # Many templates trim contents: the tokens that were sampled stay as they are, so that is no break.
         for variant in (words, words.strip(), words.rstrip(), words.lstrip()):
-            known = before + variant
+            known = before.text + variant
             if text.startswith(known):
-                return Prompt(self._tokenizer.encode(text[len(known) :]), text)
+                more = self._tokenizer.encode(text[len(known) :])
+                # The template ends the assistant's turn; so did the model, unless it was cut off or ended otherwise.
+                if more and more[0] == self.end_of_turn and before.token_ids[-1] == self.end_of_turn:
+                    del more[0]
+                return Prompt(more, text)
         return None
+
+    def answer(
+        self, sampled: Sequence[int], stopped: bool, tools: Tools = (), prompt_ids: Sequence[int] = ()
+    ) -> Message:
+        words = sampled[:-1] if stopped and sampled[-1] in self.stop_token_ids else sampled
+        return Message("assistant", self._tokenizer.decode(words))
 
     def _render(self, messages: Sequence[Message], tools: Tools) -> Prompt:
         text = self._text(messages, tools)
@@ -183,7 +202,7 @@ class TemplateRenderer:
             messages = head + turns
             try:
                 for answer in (len(head) + 1, len(head) + 3):
-                    before = self._text(messages[:answer], ())
+                    before = Turned([-1], 0, self._text(messages[:answer], ()))
                     if self.extend(before, messages[: answer + 2], answer) is None:
                         log.warning(
                             "the chat template changes earlier turns when a conversation goes on: every further turn "

@@ -13,7 +13,7 @@ import pytest
 from prl.errors import EpisodeFailed, UsageError
 from prl.types import Message
 from prl_gateway import template as templates
-from prl_gateway.render import TemplateRenderer
+from prl_gateway.render import TemplateRenderer, Turned
 from prl_gateway.template import ChatTokenizer
 
 CONTENTS = [
@@ -56,21 +56,24 @@ def test_extension_is_what_the_template_adds(any_tokenizer: ChatTokenizer) -> No
     renderer = TemplateRenderer(any_tokenizer)
     messages = [Message("user", "first"), Message("assistant", " an answer\n"), Message("user", "second")]
     before = renderer.start(messages[:1])
-    added = renderer.extend(before.text, messages, 1)
+    added = renderer.extend(Turned([-1], 0, before.text), messages, 1)
     assert added is not None
     whole = any_tokenizer.render(messages, prompt=True)
     assert added.text == whole
-    assert whole.endswith(renderer.decode(added.token_ids))
-    assert renderer.decode(added.token_ids).startswith("<|end|>")
+    assert whole.endswith(any_tokenizer.decode(added.token_ids))
+    assert any_tokenizer.decode(added.token_ids).startswith("<|end|>")
+    ended = renderer.extend(Turned([renderer.end_of_turn or 0], 1, before.text), messages, 1)
+    assert ended is not None
+    assert ended.token_ids == added.token_ids[1:]
 
 
 def test_a_template_that_strips_reasoning_breaks_its_prefix(kit: Any) -> None:
     renderer = TemplateRenderer(kit.tokenizer(kit.STRIPS_THINKING))
     messages = [Message("user", "q"), Message("assistant", "<think>hm</think>\nanswer"), Message("user", "again")]
-    before = renderer.start(messages[:1])
-    assert renderer.extend(before.text, messages, 1) is None
+    before = Turned([-1], 0, renderer.start(messages[:1]).text)
+    assert renderer.extend(before, messages, 1) is None
     messages[1] = Message("assistant", "no reasoning")
-    assert renderer.extend(before.text, messages, 1) is not None
+    assert renderer.extend(before, messages, 1) is not None
 
 
 def test_template_that_refuses(kit: Any) -> None:
