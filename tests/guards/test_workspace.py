@@ -21,8 +21,8 @@ PART_OF = {"pydantic_core": "pydantic"}
 PEERS = {"trl", "datasets"}
 """Measured against where they are installed."""
 
-OPTIONAL = {"pytest", "uvloop", "flash_attn"}
-"""Used where they are present, or by code for tests; nothing declares them."""
+OPTIONAL = {"pytest", "uvloop", "flash_attn", "renderers"}
+"""Used where they are present, or by code for tests; nothing requires them."""
 
 
 def test_every_distribution_is_in_every_list(
