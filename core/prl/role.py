@@ -1,10 +1,10 @@
 """The skeleton every role's process shares: find the controller, register, report, stop.
 
-A role's `__main__` is two lines::
+A role's `__main__` ends with::
 
-    asyncio_main = role.main("gateway", serve)          # serve(role: RoleProcess) is a coroutine function
+    role.main("gateway", serve, run_dir, replica)       # serve(process: RoleProcess) is a coroutine function
 
-`serve` starts what it serves, calls `role.register(handlers, address=...)`, and awaits `role.until_stopped()`.
+`serve` starts what it serves, calls `process.register(handlers, address=...)`, and awaits `process.until_stopped()`.
 The process ends when the controller says SHUTDOWN or SIGTERM arrives (exit code 0), and at once, whatever its threads
 are doing, when the connection to the controller is lost (exit code 1): nothing outlives a run.
 """
@@ -22,6 +22,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from prl import faults
+from prl.config.load import read_resolved
 from prl.config.schema import RunConfig
 from prl.errors import PrlError, WireError
 from prl.messages import NOTHING, REGISTER, SHUTDOWN, STATUS, Register, RoleStatus, Welcome
@@ -41,7 +42,7 @@ class RoleProcess:
         self.name = name
         self.run_dir = run_dir
         self.replica = replica
-        self.config = RunConfig.model_validate_json(run_dir.config.read_bytes())
+        self.config = read_resolved(run_dir.config, RunConfig)
         self.token = run_dir.token.read_text().strip()
         self.busy = 0.0
         self.doing = "starting"

@@ -4,7 +4,8 @@
 2. The core's tables are validated, each plugin's keys with the plugin's own schema, and its defaults are filled in.
 3. Rules across tables (`prl.config.checks`) and installed hooks (`prl_check_config`) may refuse.
 
-The result is written to the run directory as config.json, which every role reads back with `read_resolved`.
+The result is written to the run directory (`prl.store.lock.write_config`), and every role reads it back with
+`read_resolved`.
 """
 
 from __future__ import annotations
@@ -93,13 +94,8 @@ def _validate(composition: Composition, schema: type[Config]) -> Config:
     return config
 
 
-def resolved_json(config: BaseModel) -> str:
-    """The whole configuration, defaults and plugins' keys included, as JSON for config.json."""
-    return json.dumps(config.model_dump(mode="json"), indent=2) + "\n"
-
-
-def read_resolved(path: Path, schema: type[Config] = RunConfig) -> Config:  # type: ignore[assignment]
-    """What `resolved_json` wrote, for a role of the run. Plugins' tables are validated where they are used.
+def read_resolved(path: Path, schema: type[Config]) -> Config:
+    """The config.json of a run, for one of its roles. Plugins' tables are validated where they are used.
 
     Raises:
         ConfigError: it is not there, or not what this release of prl writes.

@@ -174,8 +174,7 @@ def _header(rollout: Rollout, samples: tuple[SampleHeader, ...]) -> RolloutHeade
 class WireTrainer:
     """The trainer's process group: one connection per rank, every collective call sent to all of them."""
 
-    def __init__(self, hub: Hub, ranks: Sequence[Connection]) -> None:
-        self._hub = hub
+    def __init__(self, ranks: Sequence[Connection]) -> None:
         self._ranks = sorted(ranks, key=lambda connection: connection.replica)
         self.dp_size = len(self._ranks)
 

@@ -1,4 +1,4 @@
-"""What `prl pause|resume|checkpoint|evaluate|stop|why-stuck RUN` may ask of a running controller."""
+"""What may be asked of a running controller: pause, resume, checkpoint, evaluate, stop, why-stuck."""
 
 from __future__ import annotations
 
@@ -16,17 +16,21 @@ SILENT_S = 10.0
 
 
 class Control:
-    """Answers control requests; before the loop exists it can only say what the run waits for."""
+    """Answers control requests; before the loop exists it can only say what the run waits for.
 
-    def __init__(self, hub_of: dict[str, Hub]) -> None:
-        self._hub_of = hub_of
+    `hub` is set before the first request: the hub itself is made with this object's handler.
+    """
+
+    hub: Hub
+
+    def __init__(self) -> None:
         self.state: LoopState | None = None
         self.starting = "starting"
         self.checkpointed = -1
         self.stop_requested = False
 
     async def handle(self, peer: Peer, request: ControlRequest) -> ControlReply:
-        if request.action in ("why-stuck", "status"):
+        if request.action == "why-stuck":
             return ControlReply(True, "\n".join(self.why()), self._roles())
         if request.action == "stop":
             self.stop()
@@ -41,7 +45,7 @@ class Control:
         """Finish the step in progress, save, end."""
         self.stop_requested = True
         if self.state is None:
-            self._hub_of["hub"].abort("stopped before it had started")
+            self.hub.abort("stopped before it had started")
         else:
             self.state.stopping = True
             self.state.sink.event("stop_requested")
@@ -50,7 +54,7 @@ class Control:
     def why(self) -> list[str]:
         """The waits in progress, the oldest first, and roles that have fallen silent."""
         lines = [self.starting] if self.state is None else self.state.waits.describe()
-        for connection in self._hub_of["hub"].connections.values():
+        for connection in self.hub.connections.values():
             silent = time.monotonic() - connection.seen
             if silent > SILENT_S:
                 lines.append(
@@ -84,6 +88,6 @@ class Control:
     def _roles(self) -> dict[str, Any]:
         roles = {
             c.label: {"pid": c.pid, "doing": c.doing, "busy": c.busy, "gauges": c.gauges}
-            for c in self._hub_of["hub"].connections.values()
+            for c in self.hub.connections.values()
         }
         return {"roles": roles, "waits": self.why()}

@@ -10,6 +10,7 @@ import sys
 import time
 
 from prl import faults
+from prl.config.load import read_resolved
 from prl.config.schema import RunConfig
 from prl.controller.clients import WireRunner, WireTrainer
 from prl.controller.control import Control
@@ -24,6 +25,7 @@ from prl.loop.evaluate import is_evaluated_on_resume
 from prl.loop.state import LoopState, Roles
 from prl.loop.supervisor import Loop
 from prl.loop.tasks import TaskSource
+from prl.loop.waits import Signal
 from prl.messages import CONTROL, NOTHING, SHUTDOWN
 from prl.planning import env_role
 from prl.rundir import RunDir
@@ -43,7 +45,7 @@ class Controller:
 
     def __init__(self, run_dir: RunDir) -> None:
         self.run_dir = run_dir
-        self.config = RunConfig.model_validate_json(run_dir.config.read_bytes())
+        self.config = read_resolved(run_dir.config, RunConfig)
         self.token = run_dir.token.read_text().strip()
         self.checkpoints = Checkpoints(run_dir)
         self.resumed, self.warnings = self.checkpoints.latest()
@@ -61,9 +63,8 @@ class Controller:
             every=self.config.store.every,
         )
         self.sink = ObservedSink(self.store, self.config, run_dir)
-        hubs: dict[str, Hub] = {}
-        self.control = Control(hubs)
-        self.hub = hubs["hub"] = Hub(
+        self.control = Control()
+        self.hub = self.control.hub = Hub(
             self.token, run_dir.name, self.incarnation, self.start_step, {CONTROL: self.control.handle}
         )
         self.hub.on_left.append(self.sink.role_lost)
@@ -105,18 +106,18 @@ class Controller:
         for env in self.config.envs:
             await self._await_roles(env_role(env.label), 1)
         runner = WireRunner(self.hub)
-        algorithm = self.config.algorithm.build("algorithms")
+        changes = Signal()
+        fleet = WireFleet(self.hub, self.config.engine.build(), self.token, changes.notify)
         state = LoopState(
             config=self.config,
-            roles=Roles(runner, WireTrainer(self.hub, trainers), None, gateways[0].address, self.token),  # type: ignore[arg-type]
-            algorithm=algorithm,
+            roles=Roles(runner, WireTrainer(trainers), fleet, gateways[0].address, self.token),
+            algorithm=self.config.algorithm.build(),
             tasks=TaskSource(runner, {env.label: env.weight for env in self.config.envs}, self.config.seed),
             sink=self.sink,
             run_id=self.run_dir.name,
             incarnation=self.incarnation,
+            signal=changes,
         )
-        fleet = WireFleet(self.hub, self.config.engine.build("engines"), self.token, state.signal.notify)
-        state.roles.fleet = fleet
         self.hub.on_joined.append(lambda connection: self._gateway_moved(state, connection))
         loop = self._restore(state)
         self.control.state = state

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import json
 import platform
 import sys
 from collections.abc import Mapping
@@ -18,13 +19,15 @@ from prl.types import SCHEMA_VERSION
 _GROUP_PREFIX = "prl."
 
 
-def write_config(run_dir: RunDir, config: Any) -> bytes:
-    """Write the resolved configuration (anything JSON can hold). Returns the bytes, for `write_lock`.
+def write_config(run_dir: RunDir, config: Mapping[str, Any]) -> bytes:
+    """Write the resolved configuration. Returns the bytes, for `write_lock`.
+
+    With Python's own encoder: a key may be infinite, which msgspec would write as null.
 
     Raises:
         StoreError: it cannot be written.
     """
-    data = msgspec.json.format(msgspec.json.encode(config), indent=2) + b"\n"
+    data = json.dumps(config, indent=2).encode() + b"\n"
     atomic_write(run_dir.config, data)
     return data
 

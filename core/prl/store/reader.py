@@ -6,6 +6,7 @@ Parquet file. Each is named in `RunReader.problems`, and everything else is retu
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -107,10 +108,10 @@ class RunReader:
     def _document(self, path: Path) -> dict[str, Any] | None:
         """Raises: StoreError: the file is there but is not JSON."""
         try:
-            value = _decode_json(path.read_bytes())
+            value = json.loads(path.read_bytes())  # a configuration may hold Infinity
         except FileNotFoundError:
             return None
-        except msgspec.DecodeError as error:
+        except ValueError as error:
             raise StoreError(f"{path} is damaged ({error}): restore it from a copy") from error
         return dict(value)
 

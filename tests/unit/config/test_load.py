@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from prl.config.compose import Problem
-from prl.config.load import load_config, read_resolved, resolved_json
+from prl.config.load import load_config, read_resolved
 from prl.config.schema import RunConfig, SftConfig
 from prl.errors import ConfigError
+from prl.rundir import RunDir
+from prl.store.lock import write_config
 
 GOOD = """\
 [model]
@@ -144,7 +146,7 @@ def test_a_name_in_a_file_is_made_absolute(write: Write, monkeypatch: pytest.Mon
     monkeypatch.chdir("/")
     env = loaded.config.envs[0]
     assert env.use == f"{tmp_path / 'my_env.py'}:MyEnv"
-    assert (env.label, env.build("envs").size) == ("MyEnv", 3)
+    assert (env.label, env.build().size) == ("MyEnv", 3)
     monkeypatch.chdir(tmp_path)
     (found,) = problems([run], ["envs.0.sise=2"])
     assert "did you mean 'size'?" in found
@@ -176,21 +178,21 @@ def test_a_hook_may_refuse(write: Write, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_the_resolved_configuration_is_read_back(write: Write) -> None:
     config = load_config([write(GOOD)], ["engine.memory=inf"]).config
-    write(resolved_json(config), "config.json")
-    again = read_resolved(Path("config.json"))
+    write_config(RunDir("."), config.model_dump(mode="json"))
+    again = read_resolved(Path("config.json"), RunConfig)
     assert again == config
     assert again.engine.own["memory"] == float("inf")
 
 
 def test_a_resolved_configuration_that_is_wrong_is_refused(write: Write) -> None:
     with pytest.raises(ConfigError, match="no run directory"):
-        read_resolved(Path("absent.json"))
-    config = json.loads(resolved_json(load_config([write(GOOD)]).config))
+        read_resolved(Path("absent.json"), RunConfig)
+    config = load_config([write(GOOD)]).config.model_dump(mode="json")
     config["loop"]["stepz"] = 3
     with pytest.raises(ConfigError, match="loop.stepz: unknown key"):
-        read_resolved(Path(write(json.dumps(config), "config.json")))
+        read_resolved(Path(write(json.dumps(config), "config.json")), RunConfig)
     with pytest.raises(ConfigError, match="config.json: error"):
-        read_resolved(Path(write('{"model": ', "config.json")))
+        read_resolved(Path(write('{"model": ', "config.json")), RunConfig)
 
 
 def test_supervised_configurations(write: Write) -> None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from prl import faults
+from prl.config.load import read_resolved
 from prl.config.schema import SftConfig
 from prl.errors import ConfigError, Preempted, PrlError
 from prl.packing import pack
@@ -49,8 +50,8 @@ class SftRun:
 
     def __init__(self, run_dir: RunDir) -> None:
         self.run_dir = run_dir
-        self.config = SftConfig.model_validate_json(run_dir.config.read_bytes())
-        own = cast(FsdpConfig, self.config.trainer.plugin_config("trainers"))
+        self.config = read_resolved(run_dir.config, SftConfig)
+        own = cast(FsdpConfig, self.config.trainer.plugin_config())
         self.runtime = start(own.device, self.config.trainer.threads)
         faults.install("trainer", self.runtime.rank, seed=self.config.seed)
         self._checkpoints = Checkpoints(run_dir)
@@ -62,7 +63,7 @@ class SftRun:
         row_tokens = self.config.trainer.row_tokens
         self._train = Dataset(self.config.data.train, tokenizer, row_tokens)
         self._eval = Dataset(self.config.data.eval, tokenizer, row_tokens) if self.config.data.eval else None
-        self.learner = Learner(self.config.model, own, self.config.loss.build("losses"), self.runtime)
+        self.learner = Learner(self.config.model, own, self.config.loss.build(), self.runtime)
         if resumed is not None:
             checkpoint.load(self.learner, resumed.part("trainer"))
             self._event("resumed", step=resumed.step, warnings=warnings)
