@@ -5,15 +5,12 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from typing import Literal
 
 from prl.errors import PrlError, WireError
-from prl.messages import CONTROL, ControlReply, ControlRequest
+from prl.messages import CONTROL, Action, ControlReply, ControlRequest
 from prl.rundir import RunDir
 from prl.wire import Client
 from prl_cli import output, runs
-
-Action = Literal["pause", "resume", "checkpoint", "evaluate", "stop", "why-stuck", "status"]
 
 
 class NotRunning(PrlError):

@@ -86,7 +86,7 @@ def _main(run_dir: str, step: str, out: str) -> int:
     """The process that does it; its last line on standard error is the reason of a failure."""
     run = RunDir(run_dir)
     try:
-        trainer = stored_config(run).trainer.build("trainers")
+        trainer = stored_config(run).trainer.build()
         if not hasattr(trainer, "export"):
             raise UsageError("its trainer plugin cannot export checkpoints")
         trainer.export(run, int(step), Path(out))

@@ -49,7 +49,7 @@ def start(config: AnyConfig, existing: Existing, *, quiet: bool = False, as_json
 
     run = run_dir(config)
     plan = planning.build_plan(config, run)
-    launcher = config.launcher.build("launchers")
+    launcher = config.launcher.build()
     with ExitStack() as stack:
         stack.enter_context(claimed(run, existing))
         failure.keep_tracebacks_in(run.logs)

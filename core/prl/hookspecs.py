@@ -33,7 +33,6 @@ class RunInfo:
     """Which run an observer is told about. All that it has written is in `directory`."""
 
     name: str
-    run_id: str
     directory: Path
     config: Table
 

@@ -38,7 +38,7 @@ NOTHING = Nothing()
 
 class Register(msgspec.Struct):
     """First message of a role. `address` is where it serves others, `host` the machine on which `pid` means it; `info`
-    is shown by `prl runs show`."""
+    (its device, say) stands in status.json."""
 
     role: str
     replica: int
@@ -167,7 +167,7 @@ class EngineAddress(msgspec.Struct):
 
 
 class EngineSet(msgspec.Struct):
-    """The engines that may serve now, all of which hold at least `version`."""
+    """The engines that may serve from now on, each with the version it holds."""
 
     engines: list[EngineAddress]
 
@@ -271,7 +271,8 @@ CHECKPOINT = Method("checkpoint", CheckpointRequest, CheckpointReply)
 
 
 class GenerateRequest(msgspec.Struct):
-    """Continue `token_ids`. `seed` is this request's own random stream, where the engine can keep one."""
+    """Continue `token_ids`. `seed` is this request's own random stream, where the engine can keep one. `session` names
+    the conversation: requests that share it share a prefix, which an engine of several processes may route by."""
 
     id: str
     token_ids: list[int]
@@ -302,13 +303,16 @@ class EngineHealth(msgspec.Struct):
     info: dict[str, Any] = {}
 
 
-# --- controller -> every role, and the control socket ----------------------------------------------------------
+# --- controller -> every role, and anyone with the token -> controller -----------------------------------------
+
+
+Action = Literal["pause", "resume", "checkpoint", "evaluate", "stop", "why-stuck"]
 
 
 class ControlRequest(msgspec.Struct):
-    """`prl pause|resume|checkpoint|stop|why-stuck RUN`."""
+    """What is asked of a run that is going on, with the run's token."""
 
-    action: Literal["pause", "resume", "checkpoint", "evaluate", "stop", "why-stuck", "status"]
+    action: Action
 
 
 class ControlReply(msgspec.Struct):

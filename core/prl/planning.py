@@ -6,7 +6,7 @@ import sys
 
 import msgspec
 
-from prl.config.schema import RunConfig, SftConfig
+from prl.config.schema import PluginTable, RunConfig, SftConfig
 from prl.errors import PluginError
 from prl.plan import Plan, Role
 from prl.rundir import RunDir
@@ -27,13 +27,13 @@ def build_plan(config: RunConfig | SftConfig, run_dir: RunDir) -> Plan:
     Raises:
         PluginError: the engine's or the trainer's plugin is missing, or gave no `Role`.
     """
-    trainer = _plugin_role("trainers", config.trainer.use, config.trainer.build("trainers").role(config))
+    trainer = _plugin_role(config.trainer, config)
     if isinstance(config, SftConfig):
         return _plan(run_dir, msgspec.structs.replace(trainer, purpose="main"))
     return _plan(
         run_dir,
         Role(CONTROLLER, _python("prl.controller", "{run_dir}"), purpose="main"),
-        _plugin_role("engines", config.engine.use, config.engine.build("engines").role(config)),
+        _plugin_role(config.engine, config),
         trainer,
         Role("gateway", _python("prl_gateway", "{run_dir}", "{replica}")),
         *(
@@ -56,8 +56,9 @@ def _python(module: str, *arguments: str) -> tuple[str, ...]:
     return (sys.executable, "-m", module, *arguments)
 
 
-def _plugin_role(kind: str, use: str, role: object) -> Role:
+def _plugin_role(table: PluginTable, config: RunConfig | SftConfig) -> Role:
+    role = table.build().role(config)
     if not isinstance(role, Role):
         given = type(role).__name__
-        raise PluginError(f"prl.{kind} plugin {use!r}: role(config) returned {given}, not a prl.plan.Role")
+        raise PluginError(f"prl.{table.kind} plugin {table.use!r}: role(config) returned {given}, not a prl.plan.Role")
     return role

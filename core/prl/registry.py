@@ -71,11 +71,6 @@ def names(kind: str) -> dict[str, Entry]:
     return dict(sorted(found.items()))
 
 
-def refresh() -> None:
-    """Forget what was read of the installed packages: something was installed or removed while this process ran."""
-    _installed.cache_clear()
-
-
 @functools.cache
 def _installed() -> dict[str, dict[str, Entry]]:
     """Scanning the metadata of every package costs tens of milliseconds, so it is done once."""
@@ -236,6 +231,11 @@ def validate_strictly(schema: type[Model], data: Mapping[str, Any]) -> Model:
 
 
 # --- for tests --------------------------------------------------------------------------------------------
+
+
+def refresh() -> None:
+    """Forget what was read of the installed packages: something was installed or removed while this process ran."""
+    _installed.cache_clear()
 
 
 @contextmanager

@@ -75,7 +75,7 @@ def test_who_does_not_know_the_token_gets_no_answer(live: Live) -> None:
     with zmq.Context() as context:
         for port in ports:
             strangers = [send(context, port, frames) for frames in wrong]
-            friend = send(context, port, [token, message("status")])
+            friend = send(context, port, [token, message("why-stuck")])
             assert friend.poll(30_000), "with the token the same message is answered, be it by 'no such method'"
             assert [stranger.poll(100) for stranger in strangers] == [0] * len(wrong)
             for socket in (*strangers, friend):
@@ -140,7 +140,7 @@ def test_pause_holds_still_and_resume_goes_on(live: Live) -> None:
     assert run.trained_steps() == settled
     assert run.ask("resume").returncode == 0
     run.wait_for_step(settled + 2, process)
-    assert not run.status.get("paused")
+    wait_until(lambda: not run.status.get("paused"), "the status, twice a second, says so")
 
 
 def steady(run: Run) -> int:

@@ -94,7 +94,7 @@ def train(config: RunConfig, folder: Path) -> dict[str, str]:
 
     loop = config.loop
     renderer = TemplateRenderer(template.load(config.model.path))
-    algorithm = config.algorithm.build("algorithms")
+    algorithm = config.algorithm.build()
     env = MyEnv()
     tasks = env.tasks("train")
     sampler, trainer = Sampler(config), Trainer(config, folder)

@@ -10,7 +10,7 @@ import typer
 from prl_cli.commands.shared import Json, RunName, RunsDir
 
 if TYPE_CHECKING:
-    from prl_cli.control import Action
+    from prl.messages import Action
 
 Timeout = Annotated[float, typer.Option("--timeout", min=0.1, help="Seconds to wait for the answer.")]
 

@@ -39,7 +39,7 @@ def _model_folder(model: ModelTable) -> Iterator[Problem]:
 
 def _groups_can_be_compared(config: RunConfig) -> Iterator[Problem]:
     """An algorithm's schema may state how many scored episodes its baseline needs, as a class variable."""
-    least = getattr(config.algorithm.plugin_config("algorithms"), "min_members", 1)
+    least = getattr(config.algorithm.plugin_config(), "min_members", 1)
     if config.loop.group_size < least:
         yield Problem(
             "loop.group_size",

@@ -41,7 +41,7 @@ class PluginTable(BaseModel):
         """The keys that are the plugin's, not yet validated."""
         return dict(self.__pydantic_extra__ or {})
 
-    def plugin_config(self, kind: str) -> PluginConfig:
+    def plugin_config(self) -> PluginConfig:
         """The plugin's validated table.
 
         Raises:
@@ -49,13 +49,17 @@ class PluginTable(BaseModel):
         """
         from prl import registry
 
-        return registry.plugin_config(kind, self.use, self.own)
+        return registry.plugin_config(self.kind, self.use, self.own)
 
-    def build(self, kind: str) -> Any:
-        """Import the plugin's factory and call it with its validated table."""
+    def build(self) -> Any:
+        """Import the plugin's factory and call it with its validated table.
+
+        Raises:
+            PluginError: no such plugin, or it cannot be imported. ConfigError: its table is wrong.
+        """
         from prl import registry
 
-        return registry.build(kind, self.use, self.own)
+        return registry.build(self.kind, self.use, self.own)
 
 
 class ModelTable(Table):

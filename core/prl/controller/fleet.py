@@ -15,8 +15,6 @@ log = logging.getLogger(__name__)
 
 RESTART_WAIT_S = 300.0
 """How long a run without any engine waits for one to be started again."""
-
-
 RETRY_PAUSE_S = 1.0
 """Between an install that failed and the second try: by then the launcher has reported a process that died."""
 

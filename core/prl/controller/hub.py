@@ -140,5 +140,5 @@ class Hub:
         connection = self.connections.get((request.role, request.replica))
         if connection is not None:
             how = f"killed by signal {-request.code}" if request.code < 0 else f"exit code {request.code}"
-            self.lose(connection, f"its process ended ({how})")
+            self.lose(connection, f"its process ended ({how}){'; it is started again' * request.will_restart}")
         return StillNeeded(self.needed)

@@ -30,9 +30,9 @@ class ObservedSink(RunSink):
     def __init__(self, writer: StoreWriter, config: RunConfig, run_dir: RunDir) -> None:
         super().__init__(writer)
         self._run_dir = run_dir
-        monitors = [MonitorObserver(table.use, table.build("monitors")) for table in config.monitors]
+        monitors = [MonitorObserver(table.use, table.build()) for table in config.monitors]
         manager = plugin_manager(monitors)
-        info = RunInfo(run_dir.name, run_dir.name, run_dir.path, config)
+        info = RunInfo(run_dir.name, run_dir.path, config)
         self._observers = Observers(info, manager=manager, report=log.warning) if manager.get_plugins() else None
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:

@@ -87,7 +87,9 @@ class Report:
             "step": 0,
             "waiting_for": self._control.starting,
             "warnings": self._warnings,
-            "roles": {c.label: {"pid": c.pid, "doing": c.doing} for c in self._hub.connections.values()},
+            "roles": {
+                c.label: {"pid": c.pid, "doing": c.doing, "info": c.info} for c in self._hub.connections.values()
+            },
         }
         state, last = self._state, self._sink.last
         if state is None:

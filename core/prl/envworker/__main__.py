@@ -23,7 +23,7 @@ def env_table(config: RunConfig, label: str) -> EnvTable:
 
 async def serve(process: role.RoleProcess) -> None:
     label = process.name.removeprefix(ENV_PREFIX)
-    env = env_table(process.config, label).build("envs")
+    env = env_table(process.config, label).build()
     worker = Worker(label, env, process.token)
     await process.register(worker.handlers, info={"env": label, "class": type(env).__name__})
     report = asyncio.create_task(_report(process, worker))

@@ -14,7 +14,7 @@ from prl.types import Split, Task
 _encoder = msgspec.json.Encoder()
 
 
-class TaskSource:
+class TaskPages:
     """Pages of `Env.tasks(split)`. A sequence is indexed; an iterator is read as far as needed, once, and kept."""
 
     def __init__(self, env: Env) -> None:

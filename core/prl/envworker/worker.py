@@ -19,7 +19,7 @@ import msgspec
 
 from prl import faults
 from prl.envworker.context import EpisodeContext
-from prl.envworker.tasks import TaskSource
+from prl.envworker.tasks import TaskPages
 from prl.errors import EpisodeFailed, WireError
 from prl.messages import (
     CANCEL_EPISODE,
@@ -60,7 +60,7 @@ class Worker:
         self.errors = 0
         self._token = token
         self._log = logging.getLogger(f"env.{label}")
-        self._tasks = TaskSource(env)
+        self._tasks = TaskPages(env)
         self._listing = asyncio.Lock()
         self._running: dict[int, asyncio.Task[Any]] = {}
         self._cancelled: set[int] = set()

@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Ledger:
-    """Counts of training episodes. `settle` may be called once per dispatched episode; the counts add up at every step:
+    """Counts of training episodes. Each dispatched one is settled once, by `train`, `drop` or `fail`; at every step
 
     dispatched == trained + sum(dropped) + sum(failed) + pending
     """
@@ -26,10 +26,10 @@ class Ledger:
     def pending(self) -> int:
         return self.dispatched - self.trained - self.dropped.total() - self.failed.total()
 
-    def dispatch(self, episodes: int = 1) -> None:
+    def dispatch(self, episodes: int) -> None:
         self.dispatched += episodes
 
-    def train(self, episodes: int = 1) -> None:
+    def train(self, episodes: int) -> None:
         self._take(episodes)
         self.trained += episodes
 

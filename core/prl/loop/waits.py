@@ -56,10 +56,8 @@ class Signal:
 
     def __init__(self) -> None:
         self._waiters: set[asyncio.Future[None]] = set()
-        self.changes = 0
 
     def notify(self) -> None:
-        self.changes += 1
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from typing import Any
 
-from prl import registry, role
+from prl import role
+from prl.protocols import EnginePlugin
 from prl.wire import Server
 from prl_gateway import library, template
 from prl_gateway.service import Gateway
@@ -16,7 +16,7 @@ async def serve(process: role.RoleProcess) -> None:
     """Load the tokenizer, serve environment workers, register, and sweep once a second until told to stop."""
     config = process.config
     tokenizer = template.load(config.model.path)
-    plugin: Any = registry.build("engines", config.engine.use, config.engine.own)
+    plugin: EnginePlugin = config.engine.build()
     gateway = Gateway(
         process.token,
         library.choose(tokenizer, config.model.path),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from prl.env import TaskList
-from prl.envworker.tasks import TaskSource
+from prl.envworker.tasks import TaskPages
 from prl.errors import RunFailed
 from prl.types import Task
 
@@ -36,7 +36,7 @@ def test_a_sequence_is_indexed_and_only_where_asked() -> None:
         made.append(index)
         return Task(str(index))
 
-    source = TaskSource(Env(TaskList(10**9, make)))
+    source = TaskPages(Env(TaskList(10**9, make)))
     assert ids(source.page("train", 5, 2)) == ["5", "6"]
     assert made == [5, 6]
     assert source.page("train", 10**9, 5) == []
@@ -53,7 +53,7 @@ def test_an_iterator_is_read_once_and_no_further_than_needed() -> None:
             index += 1
 
     env = Env(endless)
-    source = TaskSource(env)
+    source = TaskPages(env)
     assert ids(source.page("train", 2, 2)) == ["2", "3"]
     assert read == [0, 1, 2, 3]
     assert ids(source.page("train", 0, 3)) == ["0", "1", "2"]
@@ -62,7 +62,7 @@ def test_an_iterator_is_read_once_and_no_further_than_needed() -> None:
 
 
 def test_a_page_at_the_end_is_shorter() -> None:
-    source = TaskSource(Env(lambda: iter([Task("a"), Task("b")])))
+    source = TaskPages(Env(lambda: iter([Task("a"), Task("b")])))
     assert ids(source.page("eval", 1, 5)) == ["b"]
     assert source.page("eval", 2, 5) == []
 
@@ -78,9 +78,9 @@ def test_a_page_at_the_end_is_shorter() -> None:
 )
 def test_what_is_no_task_is_refused_by_its_place(tasks: Any, message: str) -> None:
     with pytest.raises(RunFailed, match=message):
-        TaskSource(Env(tasks)).page("train", 0, 1)
+        TaskPages(Env(tasks)).page("train", 0, 1)
 
 
 def test_negative_numbers_are_refused() -> None:
     with pytest.raises(RunFailed, match="at least 0"):
-        TaskSource(Env([])).page("train", -1, 1)
+        TaskPages(Env([])).page("train", -1, 1)

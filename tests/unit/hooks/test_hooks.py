@@ -16,7 +16,7 @@ from prl.errors import PluginBroken
 from prl.hooks import MonitorObserver, Observers, RunInfo, hookimpl, plugin_manager
 
 CONFIG = RunConfig(model=ModelTable(path="org/model"), envs=[EnvTable(use="hello")])
-RUN = RunInfo("run", "id", Path("runs/run"), CONFIG)
+RUN = RunInfo("run", Path("runs/run"), CONFIG)
 
 
 @pytest.fixture(autouse=True)

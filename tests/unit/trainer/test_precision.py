@@ -58,7 +58,7 @@ def test_bfloat16_computes_with_copies_of_float32_parameters(
     config = run_config(model, recompute=recompute, lr=1e-3)
     exact, rounded = trained(config, tmp_path / "exact"), trained(in_bfloat16(config), tmp_path / "rounded")
     reference = rounded.publish(2)
-    received = rounded.config.channel.build("channels").receiver().receive(reference)
+    received = rounded.config.channel.build().receiver().receive(reference)
     assert {tensor.dtype for tensor in received.tensors.values()} == {torch.bfloat16}
     assert received.tolerance == 0.15
     from prl_trainer_fsdp.parallel import gather

@@ -176,7 +176,7 @@ def test_probes_are_what_a_fresh_model_says(trainer: Trainer, tmp_path: Path) ->
 
     trainer.train(batches(samples(7), 1)[0])
     reference = trainer.publish(1)
-    receiver = trainer.config.channel.build("channels").receiver()
+    receiver = trainer.config.channel.build().receiver()
     received = receiver.receive(reference)
     out = export_hf(dict(received.tensors), trainer.config.model.path, tmp_path / "out")
     plain = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 from prl import registry
-from prl.contribution import Contribution
 from prl.errors import ConfigError, EnvironmentNotFit, PrlError
 
 SUITES = {
@@ -104,6 +103,3 @@ def _run_one(contract: Callable[[Make], None], make: Make) -> Result:
 def _where(error: BaseException) -> str:
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{Path(frame.filename).name}:{frame.lineno}: {frame.line}"
-
-
-__all__ = ["SUITES", "Contribution", "Make", "NotApplicable", "Result", "check", "run"]

@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import threading
+from typing import cast
 
 from prl import role
 from prl.wire import Server
@@ -25,7 +26,7 @@ def _end_process(args: threading.ExceptHookArgs) -> None:
 async def serve(process: role.RoleProcess) -> None:
     """Load, serve, register, and report once a second until told to stop."""
     threading.excepthook = _end_process
-    own = EmbeddedConfig.model_validate(process.config.engine.own)
+    own = cast(EmbeddedConfig, process.config.engine.plugin_config())
     model, scheduler = await asyncio.to_thread(build_scheduler, process.config, own)
     engine = EngineServer(model, scheduler, build_receiver(process.config), recompute=own.swap_kv == "recompute")
     server = Server(process.token, engine.handlers())

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 import torch
 
-from prl import registry
 from prl.config.schema import RunConfig
 from prl.errors import EnvironmentNotFit, UsageError
-from prl.protocols import ChannelReceiver
+from prl.protocols import ChannelPlugin, ChannelReceiver
 from prl_engine_embedded import fitness, fixed, slots
 from prl_engine_embedded import model as models
 from prl_engine_embedded.client import threads_of
@@ -118,6 +116,5 @@ def bytes_per_token(model: LoadedModel) -> int:
 
 
 def build_receiver(config: RunConfig) -> ChannelReceiver:
-    channel: Any = registry.build("channels", config.channel.use, config.channel.own)
-    receiver: ChannelReceiver = channel.receiver()
-    return receiver
+    channel: ChannelPlugin = config.channel.build()
+    return channel.receiver()

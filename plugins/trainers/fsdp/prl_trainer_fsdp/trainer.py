@@ -37,16 +37,16 @@ class Trainer:
     """
 
     def __init__(self, config: RunConfig, run_dir: RunDir | Path | str, runtime: Runtime | None = None) -> None:
-        own = cast(FsdpConfig, config.trainer.plugin_config("trainers"))
+        own = cast(FsdpConfig, config.trainer.plugin_config())
         self.config = config
         self.runtime = runtime or start(own.device, config.trainer.threads)
-        self.learner = Learner(config.model, own, config.loss.build("losses"), self.runtime)
+        self.learner = Learner(config.model, own, config.loss.build(), self.runtime)
         self.version = 0
         self.incarnation = 0
         run_dir = run_dir if isinstance(run_dir, RunDir) else RunDir(run_dir)
         self._sender: ChannelSender | None = None
         if self.runtime.is_leader:
-            self._sender = config.channel.build("channels").sender(run_dir.weights)
+            self._sender = config.channel.build().sender(run_dir.weights)
         self._probes = _first_probes(config.mismatch.probes, self.learner.model.vocab_size, config.seed)
 
     def train(self, batch: TrainBatch) -> TrainReport:
