@@ -45,8 +45,10 @@ class Batcher:
         self._sweep(step)
         running = [*state.in_flight.values(), *state.finished]
         chosen, stragglers = select(state.ready.values(), running, step, loop.groups_per_step)
-        if stragglers and loop.straggler == "drop":
-            self._drop_stragglers(stragglers)
+        # One that has finished and is about to be scored is no straggler any more.
+        running_late = [group_id for group_id in stragglers if group_id in state.in_flight]
+        if running_late and loop.straggler == "drop":
+            self._drop_stragglers(running_late)
             return True, ("", "")
         if stragglers:
             names = ", ".join(map(str, stragglers[:4]))

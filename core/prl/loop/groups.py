@@ -25,7 +25,7 @@ class Group(msgspec.Struct):
     """State of one group. It is also what a checkpoint stores of it.
 
     Args:
-        deadline: the last step that may train it (`schedule.deadline`); only ever raised.
+        deadline: the last step that may train it (`schedule.deadline`).
         outcomes, failures: by member index; a member in neither is still running.
         samples: set once it was scored; those whose credit carries a signal.
     """

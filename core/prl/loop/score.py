@@ -38,8 +38,9 @@ class Scorer:
         outcomes = [group.outcomes[index] for index in sorted(group.outcomes)]
         credits = state.algorithm.credit([GroupMember(o.episode_id, o.rollouts, o.metrics) for o in outcomes])
         group.samples = attach(outcomes, credits)
-        # Known versions may be newer than at admission: a later deadline, never an earlier one.
-        group.deadline = max(group.deadline, state.deadline_of(group.min_version))
+        # The versions are known now. They are those of admission or newer; were one older (an engine that missed an
+        # update), the group must not be trained too late for that.
+        group.deadline = state.deadline_of(group.min_version)
         state.ready[group.id] = group
 
 

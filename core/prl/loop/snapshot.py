@@ -66,6 +66,21 @@ def take(state: LoopState, eval_first: float | None, eval_last: float | None) ->
     )
 
 
+def _restore_running(state: LoopState, group: Group) -> None:
+    """A group that was in flight, under the configuration of today: the bound may be another one now, and the group's
+    environment may be gone."""
+    if not group.outcomes:
+        group.version = state.version  # all of it is sampled again
+    group.deadline = state.deadline_of(group.min_version)
+    if group.complete:
+        state.finished.append(group)
+    elif group.env in {env.label for env in state.config.envs}:
+        state.in_flight[group.id] = group
+    else:
+        state.ledger.drop("environment_removed", group.size - len(group.failures))
+        state.sink.group(group, None, "environment_removed")
+
+
 def restore(state: LoopState, data: bytes) -> Snapshot:
     """Put a snapshot back into a fresh state.
 
@@ -80,18 +95,13 @@ def restore(state: LoopState, data: bytes) -> Snapshot:
         raise StoreError(f"the checkpoint has schema {snapshot.schema}, this prl knows {SCHEMA_VERSION}: upgrade prl")
     state.version = state.batches = snapshot.step
     state.next_group = snapshot.next_group
-    state.ready = {group.id: group for group in snapshot.ready}
-    # `max_staleness` may be another one now.
-    for group in snapshot.ready:
-        group.deadline = state.deadline_of(group.min_version)
-    for group in snapshot.in_flight:
-        group.deadline = state.deadline_of(min(group.version, group.min_version))
-        if group.complete:
-            state.finished.append(group)
-        else:
-            state.in_flight[group.id] = group
     state.ledger = Ledger.from_counts(snapshot.ledger)
     state.tasks.load_state(snapshot.tasks)
+    for group in snapshot.ready:
+        group.deadline = state.deadline_of(group.min_version)  # `max_staleness` may be another one now
+        state.ready[group.id] = group
+    for group in snapshot.in_flight:
+        _restore_running(state, group)
     state.algorithm.load_state(snapshot.algorithm)
     for name, value in snapshot.counters.items():
         setattr(state, name, type(getattr(state, name))(value))

@@ -38,8 +38,9 @@ class TaskSource:
         self._redraw: list[tuple[str, Task, int]] = []
 
     def put_back(self, env: str, task: Task, redraws: int) -> None:
-        """Draw this task again before any new one."""
-        self._redraw.append((env, task, redraws))
+        """Draw this task again before any new one, unless a resumed run no longer has its environment."""
+        if env in self._position:
+            self._redraw.append((env, task, redraws))
 
     async def draw(self) -> tuple[str, Task, int]:
         """The next (environment, task, how often it was redrawn).
@@ -81,8 +82,9 @@ class TaskSource:
         )
 
     def load_state(self, state: TaskSourceState) -> None:
-        self._position.update(state.position)
+        # Environments may have been added or removed since.
+        self._position.update({env: at for env, at in state.position.items() if env in self._position})
         self._length.update(state.length)
         version, internal, gauss = state.random
         self._random.setstate((version, tuple(internal), gauss))
-        self._redraw = list(state.redraw)
+        self._redraw = [entry for entry in state.redraw if entry[0] in self._position]

@@ -165,7 +165,8 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
         sums[name] = (total + value, count + 1)
 
     for group in groups:
-        for outcome in group.outcomes.values():
+        for index in sorted(group.outcomes):  # not in the order they came in: a sum of floats depends on its order
+            outcome = group.outcomes[index]
             for rollout in outcome.rollouts:
                 if rollout.reward is not None:
                     add("reward/mean", rollout.reward)
