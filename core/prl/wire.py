@@ -27,8 +27,8 @@ import msgspec
 import zmq
 import zmq.utils.monitor
 
-from prl import faults
-from prl.errors import EpisodeFailed, PrlError, RunFailed, WeightsError, WireError
+from prl import faults, remote
+from prl.errors import PrlError, WireError
 from prl.messages import Method
 from prl.types import SCHEMA_VERSION
 
@@ -53,22 +53,12 @@ class Envelope(msgspec.Struct, array_like=True):
     payload: bytes
 
 
-class RemoteError(msgspec.Struct):
-    """An exception on its way back: its class name, message, and an episode failure's own fields."""
-
-    kind: str
-    message: str
-    reason: str = ""
-    retryable: bool = False
-
-
 Payload = bytes | memoryview
 Handler = Callable[["Peer", Any], Any]
 Handlers = Mapping[Method[Any, Any], Handler]
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_envelopes = msgspec.msgpack.Decoder(list[Envelope]).decode
-_decode_error = msgspec.msgpack.Decoder(RemoteError).decode
 _context: zmq.Context[zmq.Socket[bytes]] | None = None
 
 
@@ -95,7 +85,7 @@ class Peer:
         """Send a request and wait for its reply, at most `timeout` seconds.
 
         Raises:
-            WireError: the peer is gone, or did not answer in time.
+            WireError: the peer is gone, did not answer in time, or answered what is not a reply to this.
             EpisodeFailed, WeightsError, RunFailed: what the other side's handler raised.
         """
         if self.closed:
@@ -108,6 +98,8 @@ class Peer:
         try:
             self._endpoint.send(self, CALL, call_id, method.name, _encode(request))
             return method.decode_reply.decode(await future)
+        except msgspec.DecodeError as error:
+            raise WireError(f"{method.name}: {self.name} gave a malformed answer: {error}") from error
         finally:
             self._pending.pop(call_id, None)
             if timer is not None:
@@ -139,7 +131,7 @@ class Peer:
         if envelope.kind == REPLY:
             pending[0].set_result(payload)
         else:
-            pending[0].set_exception(_from_remote(_decode_error(payload), self.name, envelope.method))
+            pending[0].set_exception(remote.unpack(payload, self.name, envelope.method))
 
 
 class _Endpoint:
@@ -156,6 +148,7 @@ class _Endpoint:
         self._tasks: set[asyncio.Task[None]] = set()
         self._drain_scheduled = False
         self._closed = False
+        self._refused = 0
 
     def _attach(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -240,12 +233,12 @@ class _Endpoint:
 
     def _accept(self, peer: Peer, frames: list[zmq.Frame]) -> int:
         if not self._authentic(frames):
-            log.warning("refused a message without the run's token")
+            self._note_refusal("without the run's token")
             return 1
         try:
             envelopes = _decode_envelopes(frames[1].buffer)
         except msgspec.DecodeError as error:
-            log.warning("refused a malformed message: %s", error)
+            self._note_refusal(f"that is malformed: {error}")
             return 1
         for envelope in envelopes:
             if envelope.schema > SCHEMA_VERSION:
@@ -257,6 +250,12 @@ class _Endpoint:
             elif not self._closed:  # a handler of an earlier envelope may have closed it
                 self._dispatch(peer, envelope, payload)
         return max(1, len(envelopes))
+
+    def _note_refusal(self, what: str) -> None:
+        """The 1st, 2nd, 4th, 8th, ... : whoever sends a flood of them must not fill the disk."""
+        self._refused += 1
+        if self._refused & (self._refused - 1) == 0:
+            log.warning("refused a message %s (%d refused so far)", what, self._refused)
 
     def _dispatch(self, peer: Peer, envelope: Envelope, payload: Payload) -> None:
         entry = self._handlers.get(envelope.method)
@@ -290,7 +289,7 @@ class _Endpoint:
         if not isinstance(error, PrlError):
             log.exception("%s failed", envelope.method, exc_info=error)
         if envelope.kind == CALL and not self._closed:
-            self.send(peer, ERROR, envelope.id, envelope.method, _encode(_to_remote(error)))
+            self.send(peer, ERROR, envelope.id, envelope.method, remote.pack(error))
 
 
 class Server(_Endpoint):
@@ -382,19 +381,3 @@ class Client(_Endpoint):
                 self.peer.fail("the connection is lost")
                 if self._on_lost is not None:
                     self._on_lost()
-
-
-_DELIBERATE: dict[str, type[PrlError]] = {"WeightsError": WeightsError, "RunFailed": RunFailed}
-
-
-def _to_remote(error: Exception) -> RemoteError:
-    if isinstance(error, EpisodeFailed):
-        return RemoteError("EpisodeFailed", str(error), error.reason, error.retryable)
-    text = str(error) if isinstance(error, PrlError) else f"{type(error).__name__}: {error}"
-    return RemoteError(type(error).__name__, text)
-
-
-def _from_remote(error: RemoteError, peer: str, method: str) -> PrlError:
-    if error.kind == "EpisodeFailed":
-        return EpisodeFailed(error.reason, error.message, retryable=error.retryable)
-    return _DELIBERATE.get(error.kind, WireError)(f"{method} at {peer}: {error.message}")

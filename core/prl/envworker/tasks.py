@@ -12,6 +12,8 @@ from prl.protocols import Env
 from prl.types import Split, Task
 
 _encoder = msgspec.json.Encoder()
+_pack = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Task).decode
 
 
 class TaskPages:
@@ -66,5 +68,6 @@ def _check(task: object, where: str) -> None:
         raise RunFailed(f"{where} is a {type(task).__name__}, not a prl.Task")
     try:
         _encoder.encode(task)
-    except (TypeError, ValueError) as error:
-        raise RunFailed(f"{where} (id {task.id!r}) cannot be written as JSON: {error}") from error
+        _decode(_pack(task))
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise RunFailed(f"{where} (id {task.id!r}) cannot be written as JSON and read back: {error}") from error

@@ -44,7 +44,11 @@ TRACEBACK_LINES = 12
 LOGGED_ERRORS = 20
 """Tracebacks of environment errors written to the log; later ones are only counted."""
 
+LARGEST_REWARD = 1e18
+"""In magnitude. Credit is float32 (at most 3e38) in the trainer, multiplied by ratios and squared in norms."""
+
 _encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(EpisodeReply).decode
 
 
 class Worker:
@@ -129,6 +133,12 @@ class Worker:
             return self._checked(request, episode)
         except EpisodeFailed as error:
             return _failed(request, error.reason, str(error), error.retryable)
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # Nobody cancelled the episode: the environment awaited something that it had cancelled itself.
+            return self._env_error(request, error)
         except (Exception, SystemExit) as error:
             if deadline.expired():
                 return _failed(request, "timeout", f"task {request.task.id!r} took more than {request.deadline_s:g} s")
@@ -151,16 +161,20 @@ class Worker:
             returned = type(episode).__name__
             raise EpisodeFailed("bad_result", f"{type(self.env).__name__}.run returned {returned}, not prl.Episode")
         if episode.errors:
-            first = episode.errors[0]
-            return EpisodeReply(request.episode_id, metrics=self._metrics(episode.metrics), error=first)
+            return self._sendable(request, EpisodeReply(request.episode_id, error=episode.errors[0]))
         names = [getattr(rollout, "agent", None) for rollout in episode.rollouts]
         if not names or len(set(names)) != len(names):
             raise EpisodeFailed("bad_result", f"an episode needs one rollout per agent, this one has {names}")
         rollouts = [_checked_rollout(rollout) for rollout in episode.rollouts]
-        reply = EpisodeReply(request.episode_id, rollouts, self._metrics(episode.metrics))
+        return self._sendable(request, EpisodeReply(request.episode_id, rollouts, self._metrics(episode.metrics)))
+
+    def _sendable(self, request: EpisodeRequest, reply: EpisodeReply) -> EpisodeReply:
+        """Raises:
+        EpisodeFailed: a field is of a wrong type, which is written as it is and refused only where it is read.
+        """
         try:
-            _encode(reply)
-        except (TypeError, ValueError, OverflowError) as error:
+            _decode(_encode(reply))
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise EpisodeFailed("bad_result", f"task {request.task.id!r} cannot be sent: {error}") from error
         return reply
 
@@ -211,6 +225,11 @@ def _checked_rollout(rollout: object) -> Rollout:
         raise EpisodeFailed("bad_result", f"the messages of agent {rollout.agent!r} must be prl.Message")
     rollout.segments = []
     rollout.rewards = {str(name): _checked_reward(rollout, name, reward) for name, reward in rollout.rewards.items()}
+    if abs(rollout.reward or 0.0) > LARGEST_REWARD:
+        raise EpisodeFailed(
+            "bad_reward",
+            f"the reward of agent {rollout.agent!r} is {rollout.reward!r}: {LARGEST_REWARD:g} is the largest there is",
+        )
     return rollout
 
 

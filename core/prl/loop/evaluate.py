@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 from prl import keys
 from prl.config.schema import RunConfig
@@ -67,7 +68,8 @@ class Evaluator:
                     await state.signal.wait()
 
     async def evaluate(self, step: int) -> None:
-        """Run every held-out task once and report the means. Past `eval.timeout_s` it reports what it has."""
+        """Run every held-out task once and report the means. Past `eval.timeout_s` it reports what it has; when the
+        run is asked to stop it ends at once and reports nothing."""
         state = self._state
         table = state.config.eval
         if not table.tasks:
@@ -77,6 +79,9 @@ class Evaluator:
         with state.waits.on("evaluate", "engine", f"evaluation after step {step}", table.timeout_s):
             for env in state.config.envs:
                 values.update(await self._evaluate_env(env.label, step))
+        if state.stopping:
+            state.sink.event("evaluation_given_up", step=step)
+            return
         values["eval/seconds"] = asyncio.get_running_loop().time() - started
         scores = [
             values[f"eval/{env.label}/{table.metric}"]
@@ -106,9 +111,9 @@ class Evaluator:
         ]
         if not jobs:
             return {}
-        done, late = await asyncio.wait(jobs, timeout=table.timeout_s)
-        for job in late:
-            job.cancel()
+        done = await self._wait(jobs, table.timeout_s)
+        if state.stopping:
+            return {}
         # In the order of the tasks, not of `done`: a sum of floats depends on its order.
         results = [(task, job.result()) for (_, task), job in zip(tasks, jobs, strict=True) if job in done]
         finished = [(task, outcome) for task, outcome in results if outcome is not None]
@@ -117,10 +122,25 @@ class Evaluator:
         values = _means(label, outcomes)
         values[f"eval/{label}/episodes"] = len(outcomes)
         values[f"eval/{label}/failed"] = len(done) - len(outcomes)
-        if late:
-            values[f"eval/{label}/unfinished"] = len(late)
-            state.sink.event("evaluation_partial", env=label, finished=len(done), unfinished=len(late))
+        if late := len(jobs) - len(done):
+            values[f"eval/{label}/unfinished"] = late
+            state.sink.event("evaluation_partial", env=label, finished=len(done), unfinished=late)
         return values
+
+    async def _wait(self, jobs: Sequence[asyncio.Task[Outcome | None]], timeout: float) -> set[asyncio.Task[Any]]:
+        """Wait for all, but not past `timeout` seconds or a stop: those that are done. The others are cancelled."""
+        finished = asyncio.create_task(asyncio.wait(jobs, timeout=timeout))
+        stopped = asyncio.create_task(self._stop_asked())
+        try:
+            await asyncio.wait({finished, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            return {job for job in jobs if job.done()}
+        finally:
+            for task in (finished, stopped, *jobs):
+                task.cancel()
+
+    async def _stop_asked(self) -> None:
+        while not self._state.stopping:
+            await self._state.signal.wait()
 
     async def _episode(self, env: str, task: Task, index: int, sample: int) -> Outcome | None:
         state = self._state

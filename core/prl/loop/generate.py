@@ -98,8 +98,7 @@ class Generator:
         for attempt in range(attempts):
             try:
                 outcome = await state.roles.runner.run(self._request(group, index, attempt))
-                unscored = any(r.trainable and r.reward is None for r in outcome.rollouts)
-                return Failure("unscored", "a trainable rollout has no reward") if unscored else outcome
+                return unusable(outcome, state.config.trainer.row_tokens) or outcome
             except EpisodeFailed as error:
                 failure = Failure(error.reason, str(error))
                 if not error.retryable:
@@ -141,6 +140,19 @@ class Generator:
             f"{state.outstanding} groups outstanding, {state.batches} batches formed, engines at version "
             f"{state.roles.fleet.version}: no room within max_staleness = {state.config.loop.max_staleness}"
         )
+
+
+def unusable(outcome: Outcome, row_tokens: int) -> Failure | None:
+    """Why a finished episode cannot be trained on: it was not scored, or does not fit into a micro-batch."""
+    for rollout in outcome.rollouts:
+        if not rollout.trainable:
+            continue
+        if rollout.reward is None:
+            return Failure("unscored", f"agent {rollout.agent!r} has no reward")
+        longest = max((header.num_tokens for header in rollout.samples), default=0)
+        if longest > row_tokens:
+            return Failure("too_long", f"a sample of {longest} tokens, and trainer.row_tokens = {row_tokens}")
+    return None
 
 
 def stream(seed: int, *parts: object) -> int:

@@ -154,6 +154,15 @@ class LoopState:
             self.tasks.put_back(group.env, group.task, group.redraws + 1)
         self.signal.notify()
 
+    def _hint(self) -> str:
+        """What to do about failures that a setting of the run is to blame for."""
+        if not self.ledger.failed["too_long"]:
+            return ""
+        return (
+            " (too_long: samples have more tokens than trainer.row_tokens = "
+            f"{self.config.trainer.row_tokens}; raise it, or lower sampling.max_tokens)"
+        )
+
     def count_barren(self, groups: int) -> None:
         """Watch for a run that goes on without training anything.
 
@@ -166,9 +175,9 @@ class LoopState:
             dropped = ", ".join(f"{reason} {count}" for reason, count in self.ledger.dropped.most_common(3))
             raise RunFailed(
                 f"{self.barren} groups in a row, {loop.max_empty_batches} batches in a row (limit "
-                f"loop.max_empty_batches), carried no signal; episodes dropped so far: {dropped}. With no_signal, all "
-                "rewards within every group were equal: the tasks are too hard or too easy for this model, or the "
-                "reward function returns a constant. With incomplete_group, too many episodes failed"
+                f"loop.max_empty_batches), carried no signal; episodes dropped so far: {dropped}{self._hint()}. "
+                "With no_signal, all rewards within every group were equal: the tasks are too hard or too easy for "
+                "this model, or the reward function returns a constant. With incomplete_group, too many episodes failed"
             )
 
     def count_result(self, failed: bool) -> None:
@@ -188,6 +197,6 @@ class LoopState:
             worst = ", ".join(f"{reason} {count}" for reason, count in self.ledger.failed.most_common(3))
             raise RunFailed(
                 f"{share:.0%} of the last {len(self.recent)} episodes failed (limit loop.max_failure_share = "
-                f"{loop.max_failure_share:.0%}); failures so far: {worst}. The logs of the environment workers and "
-                "of the gateway show why"
+                f"{loop.max_failure_share:.0%}); failures so far: {worst}{self._hint()}. The logs of the environment "
+                "workers and of the gateway show why"
             )

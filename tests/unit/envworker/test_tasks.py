@@ -71,7 +71,7 @@ def test_a_page_at_the_end_is_shorter() -> None:
     ("tasks", "message"),
     [
         ([{"id": "x"}], r"Env.tasks\('train'\)\[0\] is a dict, not a prl.Task"),
-        ([Task("x", data={"f": object()})], r"\(id 'x'\) cannot be written as JSON"),
+        ([Task("x", data={"f": object()})], r"\(id 'x'\) cannot be written as JSON and read back"),
         (lambda: 1 / 0, "ZeroDivisionError"),
         (None, "TypeError"),
     ],

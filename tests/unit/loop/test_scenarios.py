@@ -79,16 +79,6 @@ def test_t3_what_is_too_old_in_the_queue_is_dropped_once_and_its_task_drawn_agai
     assert clock.run(state.tasks.draw()) == ("fake", Task("old"), 1)
 
 
-def test_a_straggler_that_has_just_finished_is_scored_not_dropped_and_nothing_spins() -> None:
-    state = fake_state(fake_config(steps=9, groups_per_step=1, max_staleness=0, straggler="drop"))
-    state.ledger.dispatch(4)
-    state.finished.append(Group(0, "fake", Task("late"), 2, version=0, deadline=1))
-    state.ready[1] = Group(1, "fake", Task("early"), 2, version=0, deadline=1)
-    formed, blocker = Batcher(state)._form(1)
-    assert not formed and blocker[0] == "generate"
-    assert state.ledger.pending == 4
-
-
 @pytest.mark.parametrize("install_seconds", [0.0, 2.5, 100.0])
 def test_t4_a_slow_consumer_skips_versions_explicitly_and_never_blocks_the_trainer(install_seconds: float) -> None:
     """Every version is either installed or released without having been; none is forgotten."""

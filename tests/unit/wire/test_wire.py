@@ -232,3 +232,35 @@ def test_a_lost_message_is_a_timeout_with_a_name() -> None:
             asyncio.run(main())
     finally:
         faults.install("any", plan=[])
+
+
+def test_an_answer_of_another_type_is_an_error_of_the_wire() -> None:
+    """A peer of another version, or an environment's result that nobody checked: never an exception nobody expects."""
+
+    async def main() -> None:
+        server = Server(TOKEN, {ECHO: lambda peer, request: ["not a number"]})
+        client = Client(server.start(), TOKEN)
+        with pytest.raises(WireError, match=r"echo: server gave a malformed answer"):
+            await client.call(ECHO, CollectRequest([1]), timeout=5)
+        client.close()
+        server.close()
+
+    asyncio.run(main())
+
+
+def test_a_flood_of_refused_messages_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        server = Server(TOKEN, {ECHO: echo})
+        address = server.start()
+        stranger, client = Client(address, "wrong"), Client(address, TOKEN)
+        for _ in range(3000):
+            stranger.notify(ECHO, CollectRequest([1]))
+        stranger.close()
+        await asyncio.sleep(0.1)
+        assert await client.call(ECHO, CollectRequest([1]), timeout=5) == [1]
+        client.close()
+        server.close()
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(main())
+    assert 1 <= len([r for r in caplog.records if "refused a message" in r.message]) <= 12
