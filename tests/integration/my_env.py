@@ -19,12 +19,25 @@ from prl.types import Episode, Split, Task
 
 class MyEnv(SingleTurnEnv):
     """Args:
+    turns: of every episode; each answer is followed by the next question.
     seconds: how long every training episode takes beside its answer.
     block, die: the task in which the worker once stops answering, or kills itself; -1 for none.
+    broken: it cannot even be made.
     marks: folder of the notes about that.
     """
 
-    def __init__(self, seconds: float = 0.0, block: int = -1, die: int = -1, marks: str = "") -> None:
+    def __init__(
+        self,
+        turns: int = 1,
+        seconds: float = 0.0,
+        block: int = -1,
+        die: int = -1,
+        broken: bool = False,
+        marks: str = "",
+    ) -> None:
+        if broken:
+            raise RuntimeError("the data set of this environment is gone")
+        self.turns = turns
         self.seconds = seconds
         self.block = block
         self.die = die
@@ -35,11 +48,13 @@ class MyEnv(SingleTurnEnv):
 
     async def run(self, task: Task, ctx: Context) -> Episode:
         agent = ctx.agent()
-        turn = await agent.reply(task.prompt)
+        text = (await agent.reply(task.prompt)).text
+        for number in range(1, self.turns):
+            text += (await agent.reply(f"{number}{text[:3]}")).text
         if ctx.kind == "train":
             await self._misbehave(task.data["index"])
-        odd = sum(ord(letter) % 2 for letter in turn.text)
-        return scored(agent, {"reward": odd / 8, "letters": len(turn.text)})
+        odd = sum(ord(letter) % 2 for letter in text)
+        return scored(agent, {"reward": odd / 8, "letters": len(text)})
 
     async def _misbehave(self, index: int) -> None:
         if self.seconds:

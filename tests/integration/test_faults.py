@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 
 import pytest
@@ -141,3 +142,49 @@ def test_a_trainer_that_does_not_answer_is_named_with_its_log(project: Project) 
     assert "loop.step_timeout_s = 5 s" in done.stderr and "trainer-0.log" in done.stderr
     assert run.steps_saved() == []
     wait_until(lambda: run.alive() == [], "nothing is left")
+
+
+@pytest.mark.parametrize(
+    ("setting", "what", "log"),
+    [
+        ("envs.0.broken=true", "the data set of this environment is gone", "env-MyEnv-0.log"),
+        ("model.path=empty", "empty", "-0.log"),
+    ],
+)
+def test_a_role_that_cannot_start_ends_the_run_with_its_own_words(
+    project: Project, setting: str, what: str, log: str
+) -> None:
+    (project.folder / "empty").mkdir()
+    for path in project.model.iterdir():
+        if path.suffix != ".safetensors":
+            (project.folder / "empty" / path.name).write_bytes(path.read_bytes())
+    run = project.run()
+    done = run.finish("--set", setting)
+    assert done.returncode in (1, 2), run.told(done)
+    said = [line for line in done.stderr.splitlines() if line.startswith("prl: ")]
+    assert len(said) == 1, done.stderr
+    assert what in said[0] and log in said[0]
+    assert "Traceback" not in done.stderr
+    assert run.alive() == []
+
+
+@pytest.mark.parametrize("moment", ["pids/controller-0", "socket"])
+def test_ctrl_c_while_it_starts_ends_it_at_once(project: Project, moment: str) -> None:
+    """Before the controller can catch a signal, and while it waits for the other roles."""
+    run = project.run()
+    with run.going() as process:
+        wait_until((run.dir.control / moment).exists, "it has come so far")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=120) == 75, run.output()
+    run.complete("--resume")
+
+
+def test_a_second_ctrl_c_ends_it_without_waiting(project: Project) -> None:
+    run = project.run(steps=1000, staleness=4, more=fault("trainer", "trainer.checkpoint", "delay", at=1, seconds=600))
+    with run.going("--set", "checkpoint.every=0") as process:
+        run.wait_for_step(1, process)
+        process.send_signal(signal.SIGINT)
+        wait_until(lambda: "stop" in run.output() or run.events("stop_requested"), "it is stopping")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=30) == 130, run.output()
+    assert run.alive() == []

@@ -43,6 +43,26 @@ def test_the_same_seed_gives_the_same_bits(project: Project, synchronous: Run) -
     assert_same(project.run().complete(), synchronous)
 
 
+@pytest.mark.slow
+def test_conversations_of_several_turns_are_repeatable_too(project: Project) -> None:
+    one, two = (project.run(name) for name in ("one", "two"))
+    for run in (one, two):
+        run.complete("--set", "envs.0.turns=3")
+    assert_same(one, two)
+    assert all(row["rollout/turns"] == 3 for row in one.metrics() if "rollout/turns" in row)
+
+
+@pytest.mark.slow
+def test_an_engine_that_is_killed_and_started_again_changes_nothing(project: Project, synchronous: Run) -> None:
+    run = project.run()
+    with run.going() as process:
+        run.wait_for_step(RANDOM.randint(1, 4), process)
+        time.sleep(RANDOM.uniform(0, 0.1))
+        run.kill("engine-0")
+        assert process.wait(timeout=200) == 0, run.output()
+    assert_same(run, synchronous)
+
+
 @pytest.mark.parametrize("role", ["controller-0", pytest.param("launcher", marks=pytest.mark.slow)])
 def test_a_kill_at_a_random_moment_and_a_resume_change_nothing(project: Project, synchronous: Run, role: str) -> None:
     run = project.run()

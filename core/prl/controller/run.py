@@ -87,8 +87,11 @@ class Controller:
             await self._run_loop()
             outcome = "stopped" if self.control.stop_requested else "completed"
         except PrlError as failure:
-            error = failure
-            log.error("the run failed: %s", failure)
+            if self.control.stop_requested and self.control.state is None:
+                outcome = "stopped"  # while it started: there is nothing to save
+            else:
+                error = failure
+                log.error("the run failed: %s", failure)
         except Exception as failure:
             error = failure
             log.exception("the run failed")

@@ -178,6 +178,8 @@ class Supervision:
     def _main_ended(self, slot: Slot, code: int) -> None:
         if self._phase == "stopping" and slot not in self._leading:
             return  # it was told to end
+        if self._stop_asked and code == -signal.SIGTERM:
+            code = Preempted.exit_code  # it had not come so far that it could have said so itself
         if code != 0 and self._code in (None, 0):
             self._code = code if code > 0 else 1
             if self._phase == "running" and code != Preempted.exit_code:
