@@ -115,6 +115,24 @@ def test_nan_fails_its_request_and_leaves_nothing_behind(kit: Any) -> None:
     assert [kit.exact(item) for item in clean] == [item for item in expected if 45 not in item[0]]
 
 
+def test_a_rare_length_is_not_starved(kit: Any) -> None:
+    """Requests of one length keep every slot busy for ever; one of another length gets its turn."""
+    scheduler = kit.fixed().scheduler
+    scheduler.close()
+    numbers = iter(range(10**6))
+
+    def common(count: int) -> Any:
+        return [((None, "common"), kit.request(next(numbers), prompt=[1, 2], stops=[])) for _ in range(count)]
+
+    rare = kit.request(0, prompt=[1] * 40, stops=[])
+    scheduler.step([*common(300), ((None, "rare"), rare)], set())
+    for _ in range(60):
+        scheduler.step(common(64), set())
+        if any(result.key[1] == "rare" for result in scheduler.finished):
+            return
+    raise AssertionError("starved")
+
+
 def test_abort_frees_the_slot_and_is_not_answered(kit: Any) -> None:
     runner = kit.fixed()
     with runner.scheduler.hold():

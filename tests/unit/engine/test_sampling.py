@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
+from prl_engine_embedded import sampling
 from prl_engine_embedded.sampling import sample, uniforms
 
 
@@ -37,6 +39,16 @@ def test_frequencies_and_logprobs() -> None:
         expected = torch.log_softmax(logits / temperature, -1)
         torch.testing.assert_close(logprobs, expected[tokens])
         torch.testing.assert_close(tokens.bincount(minlength=5) / rows, expected.exp(), atol=0.015, rtol=0)
+
+
+def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits, uniform = torch.randn(50, 20, generator=generator), torch.rand(50, generator=generator).double()
+    temperatures = torch.tensor([0.0, 1.0, 0.5, 2.0, 1.0] * 10)
+    whole = sample(logits, temperatures, uniform)
+    monkeypatch.setattr(sampling, "CHUNK", 20 * 7)
+    for a, b in zip(whole, sample(logits, temperatures, uniform)):
+        assert torch.equal(a, b)
 
 
 def test_greedy_has_logprobs_at_temperature_one() -> None:

@@ -36,15 +36,29 @@ PASS_TOKENS = 16_384
 """A prefill pass has fewer rows for long prompts, so that rows x length stays below this."""
 FIRST_WINDOW = 32
 MIN_ROWS = 8
+PATIENCE = 16
+"""Steps after which a waiting request goes first, whatever its pass costs."""
 
 
 class Row:
-    """A request on its way. `tokens` is the prompt and what was sampled after it."""
+    """A request on its way. `tokens` is the prompt and what was sampled after it, `arrived` the step it came in."""
 
-    __slots__ = ("key", "limit", "logprobs", "prompt_length", "request", "slot", "stops", "tokens", "versions")
+    __slots__ = (
+        "arrived",
+        "key",
+        "limit",
+        "logprobs",
+        "prompt_length",
+        "request",
+        "slot",
+        "stops",
+        "tokens",
+        "versions",
+    )
 
-    def __init__(self, key: Key, request: GenerateRequest, limit: int) -> None:
+    def __init__(self, key: Key, request: GenerateRequest, limit: int, arrived: int = 0) -> None:
         self.key = key
+        self.arrived = arrived
         self.request = request
         self.tokens = list(request.token_ids)
         self.prompt_length = len(self.tokens)
@@ -98,6 +112,7 @@ class FixedScheduler(SteppedScheduler):
         self._waiting: dict[int, deque[Row]] = {}
         self._num_waiting = 0
         self._idle = 0
+        self._steps = 0
         self._inputs = torch.zeros(slots, dtype=torch.long, device=device)
         self._positions = torch.zeros(slots, dtype=torch.long, device=device)
         self._active = torch.zeros(slots, dtype=torch.long, device=device)
@@ -140,6 +155,7 @@ class FixedScheduler(SteppedScheduler):
     @torch.inference_mode()
     def step(self, arrived: Iterable[tuple[Key, GenerateRequest]], aborted: set[Key]) -> None:
         """Take requests in, drop aborted ones, fill slots, and sample one token in every slot."""
+        self._steps += 1
         for key, request in arrived:
             self._admit(key, request)
         if aborted:
@@ -155,7 +171,7 @@ class FixedScheduler(SteppedScheduler):
             self.finished.append(Result(key, None, problem))
             return
         limit = min(request.sampling.max_tokens, self._model.max_tokens - len(request.token_ids))
-        row = Row(key, request, limit)
+        row = Row(key, request, limit, self._steps)
         self._waiting.setdefault(padded_length(row.prompt_length), deque()).append(row)
         self._num_waiting += 1
 
@@ -174,12 +190,17 @@ class FixedScheduler(SteppedScheduler):
         """One prefill pass, if a pass is worth its price now.
 
         A pass costs the same however few of its rows are used, a free slot costs one row of every decode pass. So a
-        pass that would not be nearly full waits until the idle slots have cost as much as its unused rows would.
+        pass that would not be nearly full waits until the idle slots have cost as much as its unused rows would. The
+        length most requests have goes first, unless one of another length has waited for long.
         """
         if not self._free or not self._num_waiting:
             self._idle = 0
             return False
-        length = max(self._waiting, key=lambda length: len(self._waiting[length]))
+        queues = {length: queue for length, queue in self._waiting.items() if queue}
+        length = min(queues, key=lambda length: queues[length][0].arrived)
+        urgent = self._steps - queues[length][0].arrived > PATIENCE
+        if not urgent:
+            length = max(queues, key=lambda length: len(queues[length]))
         available = min(len(self._free), len(self._waiting[length]))
         most = self._rows_of(length, self._slots)
         rows = self._rows_of(length, available)
@@ -187,7 +208,7 @@ class FixedScheduler(SteppedScheduler):
         # A pass of few rows is not worth its calls if more will come: wait as long as for the rows it leaves unused.
         wasted = (rows - count) + (most - rows) // 4
         nothing_runs = len(self._free) == self._slots
-        if not nothing_runs and self._idle < wasted * length:
+        if not nothing_runs and not urgent and self._idle < wasted * length:
             return False
         self._idle = 0
         queue = self._waiting[length]

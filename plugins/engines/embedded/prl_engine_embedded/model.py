@@ -15,8 +15,8 @@ import torch
 from prl.config.schema import ModelTable
 from prl.errors import EnvironmentNotFit, UsageError
 
-SCORE_TOKENS = 4096
-"""Tokens of one scoring pass: their logits are the memory, [4096, vocabulary] in float32."""
+SCORE_LOGITS = 2**28
+"""Logits of one scoring pass, 1 GB in float32, unless a single sequence has more."""
 
 
 class LoadedModel:
@@ -44,13 +44,14 @@ class LoadedModel:
         for sequence in sequences:
             if not 0 < len(sequence) <= self.max_tokens:
                 raise UsageError(f"cannot score {len(sequence)} tokens: 1 to {self.max_tokens} are possible")
+        most = SCORE_LOGITS // self.module.get_input_embeddings().weight.shape[0]
         results: list[list[float]] = []
         start = 0
         while start < len(sequences):
             width, end = 0, start
             while end < len(sequences):
                 wider = max(width, len(sequences[end]))
-                if end > start and wider * (end - start + 1) > SCORE_TOKENS:
+                if end > start and wider * (end - start + 1) > most:
                     break
                 width, end = wider, end + 1
             with self.lock:

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+CHUNK = 2**24
+"""Logits sampled from at once: with 150,000 tokens and 256 rows their cumulative sums alone would be 300 MB."""
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX2 = np.uint64(0x94D049BB133111EB)
@@ -37,6 +39,16 @@ def sample(
         token ids i64[B] and their log-probabilities f32[B] at the row's temperature (1 where it is greedy). A row whose
         logits are NaN or +inf has a log-probability that is not finite.
     """
+    rows = max(1, CHUNK // logits.shape[1])
+    if logits.shape[0] <= rows:
+        return _sample(logits, temperatures, uniform)
+    parts = [_sample(*part) for part in zip(*(whole.split(rows) for whole in (logits, temperatures, uniform)))]
+    return torch.cat([tokens for tokens, _ in parts]), torch.cat([logprobs for _, logprobs in parts])
+
+
+def _sample(
+    logits: torch.Tensor, temperatures: torch.Tensor, uniform: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     greedy = temperatures == 0
     scale = torch.where(greedy, torch.ones_like(temperatures), temperatures)
     logprobs = torch.log_softmax(logits.float() / scale[:, None], dim=-1)
