@@ -1,7 +1,7 @@
 """ZeroMQ between roles: typed calls in both directions over one connection.
 
-A `Server` binds (ROUTER) and sees every connection as a `Peer`; a `Client` connects (DEALER) and is itself a
-`Peer`. Both answer calls with handlers and both may call: the controller calls a trainer that connected to it.
+A `Server` binds (ROUTER) and sees every connection as a `Peer`; a `Client` connects (DEALER) and has one,
+`peer`. Both answer calls with handlers and both may call: the controller calls a trainer that connected to it.
 
 Frames of a message: [run token, envelopes], or [run token, envelopes, payload] for one large payload, which is neither
 copied here nor on arrival. The token is checked on every message, so there is no session to hijack and nothing to renew
@@ -119,10 +119,14 @@ class Peer:
             if not future.done():
                 future.set_exception(WireError(f"{self.name}: {why}"))
 
-    def _expire(self, call_id: int, method: str, timeout: float) -> None:
+    def fail_call(self, call_id: int, why: str) -> None:
+        """End one call that waits."""
         pending = self._pending.get(call_id)
         if pending is not None and not pending[0].done():
-            pending[0].set_exception(WireError(f"{method}: {self.name} did not answer within {timeout:g} s"))
+            pending[0].set_exception(WireError(why))
+
+    def _expire(self, call_id: int, method: str, timeout: float) -> None:
+        self.fail_call(call_id, f"{method}: {self.name} did not answer within {timeout:g} s")
 
     def _resolve(self, envelope: Envelope, payload: Payload) -> None:
         pending = self._pending.get(envelope.id)
@@ -242,7 +246,7 @@ class _Endpoint:
             return 1
         for envelope in envelopes:
             if envelope.schema > SCHEMA_VERSION:
-                log.error("refused %s: schema %d, this side knows %d", envelope.method, envelope.schema, SCHEMA_VERSION)
+                self._refuse(peer, envelope)
                 continue
             payload = frames[2].buffer if len(frames) == 3 else envelope.payload
             if envelope.kind in (REPLY, ERROR):
@@ -250,6 +254,15 @@ class _Endpoint:
             elif not self._closed:  # a handler of an earlier envelope may have closed it
                 self._dispatch(peer, envelope, payload)
         return max(1, len(envelopes))
+
+    def _refuse(self, peer: Peer, envelope: Envelope) -> None:
+        """A newer peer: its call is answered with the reason, its answer ends the call that waits for it."""
+        text = f"schema {envelope.schema} is newer than this side's {SCHEMA_VERSION}: install the same prl on both"
+        self._note_refusal(f"{envelope.method!r}: {text}")
+        if envelope.kind in (REPLY, ERROR):
+            peer.fail_call(envelope.id, f"{envelope.method}: {text}")
+        else:
+            self._answer_error(peer, envelope, WireError(text))
 
     def _note_refusal(self, what: str) -> None:
         """The 1st, 2nd, 4th, 8th, ... : whoever sends a flood of them must not fill the disk."""

@@ -154,6 +154,8 @@ def test_garbage_and_pickles_are_refused_and_the_server_lives(caplog: pytest.Log
             while "schema 99" not in caplog.text:
                 await asyncio.sleep(0.01)
         assert await client.call(ECHO, CollectRequest([7]), timeout=5) == [7]
+        answer = msgspec.msgpack.decode(raw.recv_multipart()[1], type=list[Envelope])[0]
+        assert answer.id == 1 and b"schema 99 is newer" in answer.payload, "a newer peer need not wait for its timeout"
         raw.close(0)
         client.close()
         server.close()
