@@ -227,7 +227,7 @@ class EvalTable(Table):
     metric: str = "reward"
     """What `eval_first` and `eval_last` in summary.json report: "reward" or a metric an environment returns."""
     timeout_s: float = Field(1800, gt=0)
-    """An evaluation that takes longer ends with the episodes it has."""
+    """An environment's evaluation that takes longer ends with the episodes it has."""
 
 
 class CheckpointTable(Table):

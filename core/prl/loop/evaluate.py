@@ -68,16 +68,16 @@ class Evaluator:
                     await state.signal.wait()
 
     async def evaluate(self, step: int) -> None:
-        """Run every held-out task once and report the means. Past `eval.timeout_s` it reports what it has; when the
-        run is asked to stop it ends at once and reports nothing."""
+        """Run the held-out tasks of every environment and report the means, past `eval.timeout_s` of what there is.
+        When the run is asked to stop it ends at once and reports nothing."""
         state = self._state
         table = state.config.eval
         if not table.tasks:
             return
         started = asyncio.get_running_loop().time()
         values: dict[str, float] = {}
-        with state.waits.on("evaluate", "engine", f"evaluation after step {step}", table.timeout_s):
-            for env in state.config.envs:
+        for env in state.config.envs:
+            with state.waits.on("evaluate", "engine", f"evaluation of {env.label} at step {step}", table.timeout_s):
                 values.update(await self._evaluate_env(env.label, step))
         if state.stopping:
             state.sink.event("evaluation_given_up", step=step)
