@@ -25,7 +25,7 @@ from prl.loop.evaluate import is_evaluated_on_resume
 from prl.loop.state import LoopState, Roles
 from prl.loop.supervisor import Loop
 from prl.loop.tasks import TaskSource
-from prl.loop.waits import Signal
+from prl.loop.waits import Signal, within
 from prl.messages import CONTROL, NOTHING, SHUTDOWN
 from prl.planning import env_role
 from prl.rundir import RunDir
@@ -155,13 +155,15 @@ class Controller:
         """Both parts, then the manifest: without it there is no checkpoint.
 
         Raises:
-            StoreError: the disk is full. Earlier checkpoints are untouched.
+            StoreError, RunFailed: the disk is full, or the trainer did not save its part. Earlier checkpoints are
+                untouched.
         """
         state = self.control.state
         assert state is not None
-        with state.waits.on("checkpoint", "trainer", f"saving step {step}", self.config.loop.step_timeout_s):
-            draft = self.checkpoints.begin(step)
-            trainer = await state.roles.trainer.checkpoint(step, draft / "trainer")
+        timeout = self.config.loop.step_timeout_s
+        with state.waits.on("checkpoint", "trainer", f"saving step {step}", timeout):
+            saving = state.roles.trainer.checkpoint(step, self.checkpoints.begin(step) / "trainer")
+            trainer = await within(saving, timeout, f"saving the checkpoint of step {step}", "trainer")
             await asyncio.to_thread(self._commit, step, data, trainer)
         self.control.checkpointed = step
         self.sink.event("checkpoint_saved", step=step)

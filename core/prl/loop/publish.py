@@ -14,6 +14,7 @@ import asyncio
 from prl.errors import RunFailed, WeightsError
 from prl.loop.evaluate import Evaluator
 from prl.loop.state import LoopState
+from prl.loop.waits import within
 from prl.messages import WeightsRef
 
 
@@ -33,9 +34,13 @@ class Publisher:
                 with state.waits.on("publish", "train", f"version {state.version + 1} is not trained yet"):
                     await state.signal.wait()
 
-    async def first(self, ref: WeightsRef) -> None:
+    async def first(self) -> None:
         """Bring every engine to the version the run starts with, before anything is dispatched."""
-        self._state.refs.append(ref)
+        state = self._state
+        timeout = state.config.loop.step_timeout_s
+        what = f"publishing version {state.version}"
+        with state.waits.on("publish", "trainer", what, timeout):
+            state.refs.append(await within(state.roles.trainer.publish(state.version), timeout, what, "trainer"))
         await self._install_newest()
 
     async def _install_newest(self) -> None:
@@ -48,13 +53,7 @@ class Publisher:
         timeout = state.config.loop.step_timeout_s
         with state.waits.on("publish", "engine", f"installing version {ref.version}", timeout):
             try:
-                async with asyncio.timeout(timeout):
-                    await state.roles.fleet.install(ref)
-            except TimeoutError:
-                raise RunFailed(
-                    f"installing version {ref.version} took longer than loop.step_timeout_s = {timeout:g} s",
-                    log="logs/engine-0.log",
-                ) from None
+                await within(state.roles.fleet.install(ref), timeout, f"installing version {ref.version}", "engine")
             except WeightsError as error:
                 raise RunFailed(f"version {ref.version} was refused: {error}", log="logs/engine-0.log") from error
         old = [other.version for other in skipped]

@@ -52,7 +52,7 @@ class Loop:
         table = state.config.eval
         state.progress = asyncio.get_running_loop().time()
         await self._check_splits()
-        await self.publisher.first(await state.roles.trainer.publish(state.version))
+        await self.publisher.first()
         if table.at_start and self.evaluator.first is None:
             await self.evaluator.evaluate(state.version)
         await self._run_loops()

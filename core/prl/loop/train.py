@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TypeVar
 
-from prl.errors import RunFailed, WireError
+from prl.errors import RunFailed
 from prl.loop.groups import Group
 from prl.loop.mismatch import check_mismatch
 from prl.loop.state import Batch, LoopState
+from prl.loop.waits import within
 from prl.messages import TrainReport
-
-T = TypeVar("T")
 
 
 class Trainer:
@@ -57,11 +55,11 @@ class Trainer:
         timeout = state.config.loop.step_timeout_s
         started = loop.time()
         with state.waits.on("train", "trainer", f"step {batch.step}", timeout):
-            report = await self._within(
-                state.roles.trainer.train(batch.messages), timeout, f"training step {batch.step}"
-            )
+            training = state.roles.trainer.train(batch.messages)
+            report = await within(training, timeout, f"training step {batch.step}", "trainer")
             trained = loop.time()
-            ref = await self._within(state.roles.trainer.publish(batch.step), timeout, f"publishing {batch.step}")
+            publishing = state.roles.trainer.publish(batch.step)
+            ref = await within(publishing, timeout, f"publishing version {batch.step}", "trainer")
         if report.step != batch.step or report.incarnation != state.incarnation:
             raise RunFailed(
                 f"the trainer reported step {report.step} of incarnation {report.incarnation}, not {batch.step}"
@@ -91,22 +89,6 @@ class Trainer:
         staleness = batch.step - 1 - oldest
         assert staleness <= state.config.loop.max_staleness, f"a sample of staleness {staleness} in batch {batch.step}"
         assert batch.step == state.version + 1, f"batch {batch.step} after version {state.version}"
-
-    async def _within(self, call: Awaitable[T], timeout: float, what: str) -> T:
-        """Wait for the trainer, but not for ever.
-
-        Raises:
-            RunFailed: it is gone, failed, or took longer than `loop.step_timeout_s`.
-        """
-        try:
-            async with asyncio.timeout(timeout):
-                return await call
-        except TimeoutError:
-            raise RunFailed(
-                f"{what} took longer than loop.step_timeout_s = {timeout:g} s", log="logs/trainer-0.log"
-            ) from None
-        except WireError as error:
-            raise RunFailed(f"{what}: {error}", log="logs/trainer-0.log") from error
 
     def _checkpoint_due(self) -> bool:
         state = self._state

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
+from typing import TypeVar
 
 import msgspec
+
+from prl.errors import RunFailed, WireError
+
+T = TypeVar("T")
 
 
 class Wait(msgspec.Struct, frozen=True):
@@ -49,6 +54,22 @@ class Waits:
             limit = "" if wait.deadline is None else f", at most {max(0.0, wait.deadline - now):.0f} s more"
             lines.append(f"{wait.waiter} waits for {wait.owner}: {wait.reason} (for {now - wait.since:.1f} s{limit})")
         return lines
+
+
+async def within(call: Awaitable[T], timeout: float, what: str, role: str) -> T:
+    """Wait for a role, but not for ever.
+
+    Raises:
+        RunFailed: it is gone, failed, or took longer than `timeout` (loop.step_timeout_s) seconds.
+    """
+    log = f"logs/{role}-0.log"
+    try:
+        async with asyncio.timeout(timeout):
+            return await call
+    except TimeoutError:
+        raise RunFailed(f"{what} took longer than loop.step_timeout_s = {timeout:g} s", log=log) from None
+    except WireError as error:
+        raise RunFailed(f"{what}: {error}", log=log) from error
 
 
 class Signal:

@@ -18,7 +18,7 @@ from prl.loop.tasks import TaskSource
 from prl.messages import EpisodeRequest, WeightsRef
 from prl.testing import clock
 from prl.testing.fakes import FakeAlgorithm, FakeFleet, FakeRunner, FakeTrainer, fake_config, fake_state
-from prl.types import Credit, SampleHeader, Task
+from prl.types import Credit, Outcome, SampleHeader, Task
 
 
 async def no_save(step: int, data: bytes) -> None:
@@ -65,9 +65,7 @@ def test_t2_synchronous_makes_progress() -> None:
 
 def test_t3_what_is_too_old_in_the_queue_is_dropped_once_and_its_task_drawn_again() -> None:
     state = fake_state(fake_config(steps=9, groups_per_step=1, group_size=2, max_staleness=1))
-    outcome = msgspec.convert(
-        {"episode_id": 0, "rollouts": [], "bodies": []}, type=__import__("prl.types").types.Outcome
-    )
+    outcome = Outcome(0, (), [])
     state.ledger.dispatch(2)
     group = Group(0, "fake", Task("old"), 2, version=0, deadline=2)
     group.outcomes = {0: outcome, 1: outcome}
@@ -256,6 +254,16 @@ def test_a_trainer_that_hangs_ends_the_run_with_its_name() -> None:
         finish(state)
 
 
+def test_a_trainer_that_never_publishes_the_first_version_ends_the_run_too() -> None:
+    class Silent(FakeTrainer):
+        async def publish(self, version: int) -> WeightsRef:
+            await asyncio.sleep(1e9)
+            return await super().publish(version)
+
+    with pytest.raises(RunFailed, match=r"publishing version 0 took longer than loop.step_timeout_s = 30 s"):
+        finish(fake_state(fake_config(steps=2, step_timeout_s=30), trainer=Silent()))
+
+
 def test_a_stop_finishes_the_step_saves_and_keeps_what_is_queued() -> None:
     saved: dict[int, bytes] = {}
 
@@ -346,7 +354,3 @@ def test_a_mismatch_past_its_limit_warns_pauses_or_stops(action: str) -> None:
     else:
         state = clock.run(main())
         assert state.version == 4 and [kind for kind, _ in state.sink.events].count("mismatch") == 1  # type: ignore[attr-defined]
-
-
-def test_refs_keep_their_version() -> None:
-    assert clock.run(FakeTrainer().publish(3)) == WeightsRef(3, 0, "fake:3")
