@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import msgspec
@@ -152,7 +153,7 @@ class EngineServer:
             raise WeightsError(f"version {weights.version} cannot be read: {type(error).__name__}: {error}") from error
 
     def _swap(self, weights: WeightsRef, received: ReceivedWeights) -> None:
-        with self.scheduler.hold(), self.model.lock:
+        with self.scheduler.hold(), self.model.lock, self._alone_on_the_device():
             swap = Swap(self.model.module)
             tensors = swap.fitted(received.tensors)
             try:
@@ -172,6 +173,20 @@ class EngineServer:
             self.incarnation = weights.incarnation
             self.scheduler.weights_changed(self._recompute)
         log.info("version %d installed, probes differ by %.2g", weights.version, difference)
+
+
+    @contextmanager
+    def _alone_on_the_device(self) -> Iterator[None]:
+        """On a GPU, wait for every stream before and after: transformers' continuous batching computes on one of its
+        own, which nothing else orders against copies made here."""
+        import torch
+
+        cuda = self.model.device.type == "cuda"
+        if cuda:
+            torch.cuda.synchronize(self.model.device)
+        yield
+        if cuda:
+            torch.cuda.synchronize(self.model.device)
 
 
 def _spoiled(generation: Generation | None) -> Generation | None:
