@@ -89,6 +89,7 @@ def report(name: str, step_s: list[float], evals: list[tuple[int, float, float]]
     return {
         "name": name,
         "median_step_s": statistics.median(step_s),
+        "mean_step_s": statistics.fmean(step_s),
         "first": evals[0][2],
         "last": evals[-1][2],
         "steps_to_target": reached[0] if reached else None,
@@ -110,8 +111,8 @@ def main() -> None:
         to = result["seconds_to_target"]
         when = "never" if to is None else f"after {result['steps_to_target']} steps, {to:.1f} s"
         print(
-            f"  {result['name']}: median step {result['median_step_s']:.3f} s; exact match {result['first']:.2f} -> "
-            f"{result['last']:.2f}; {TARGET:g} {when}"
+            f"  {result['name']}: step {result['median_step_s']:.3f} s (median), {result['mean_step_s']:.3f} s (mean); "
+            f"exact match {result['first']:.2f} -> {result['last']:.2f}; {TARGET:g} {when}"
         )
     RESULTS.write_text(json.dumps({"cores": cores, "trl": TRL, "target": TARGET, "results": results}, indent=1) + "\n")
 
