@@ -73,6 +73,8 @@ def claimed(run: RunDir, existing: Existing) -> Iterator[None]:
     """
     if existing.resume and existing.clean:
         raise UsageError("--resume continues a run and --clean removes it: choose one")
+    if run.path.exists() and not run.path.is_dir():
+        raise UsageError(f"{run.path} is a file, not a run directory: choose another name with --set name=...")
     if run.path.exists() and any(run.path.iterdir()):
         if existing.clean:
             _confirm_removal(run, existing.yes)
@@ -81,8 +83,11 @@ def claimed(run: RunDir, existing: Existing) -> Iterator[None]:
             raise UsageError(_refusal(run))
         elif not runs.is_run(run.path):
             raise UsageError(f"{run.path} is not a run directory: there is nothing to resume in it")
-    for folder in (run.path, run.logs, run.control):
-        folder.mkdir(parents=True, exist_ok=True)
+    try:
+        for folder in (run.path, run.logs, run.control):
+            folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"the run directory {run.path} cannot be made: {error.strerror}") from error
     with runs.held(run):
         yield
 

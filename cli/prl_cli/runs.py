@@ -119,12 +119,14 @@ def remove(run: RunDir) -> None:
     """Delete a run directory.
 
     Raises:
-        UsageError: it is not one, or the run is going on.
+        UsageError: it is not one, is only a link to one, or the run is going on.
     """
     if not is_run(run.path):
         raise UsageError(
             f"{run.path} is not a run directory: it has no control/ with a lock and no config.json; nothing was removed"
         )
+    if run.path.is_symlink():
+        raise UsageError(f"{run.path} is a link to {run.path.resolve()}: remove the link, nothing behind it is touched")
     with held(run):
         shutil.rmtree(run.path)
 

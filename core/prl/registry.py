@@ -164,6 +164,8 @@ def _missing(kind: str, name: str) -> str:
     known = names(kind)
     near = difflib.get_close_matches(name, known, 1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
+    if "/" in name or name.endswith(".py"):
+        hint = " What a file defines is written ./file.py:Name."
     installed = f"installed: {', '.join(known)}" if known else "none is installed"
     return (
         f"no {_singular(kind)} is called {name!r}.{hint} {installed[0].upper()}{installed[1:]}. "

@@ -85,7 +85,7 @@ class Composition:
 
     def _add_file(self, file: File) -> None:
         try:
-            text = file.read_text(encoding="utf-8").replace("\r\n", "\n")
+            text = file.read_text(encoding="utf-8-sig").replace("\r\n", "\n")
         except FileNotFoundError:
             return self.unreadable.append(f"{file}: error: there is no such file")
         except (OSError, UnicodeDecodeError) as error:
@@ -96,6 +96,8 @@ class Composition:
         except tomllib.TOMLDecodeError as error:
             line, column, message = _syntax(str(error), lines)
             return self.unreadable.append(excerpt(str(file), (line, column), lines, f"not valid TOML: {message}"))
+        except RecursionError:
+            return self.unreadable.append(f"{file}: error: arrays or tables are nested too deeply to be read")
         places = scan(text)
         origins = {path: Origin(str(file), place, lines) for path, place in places.items()}
         self._overlay(self.data, data, (), origins)
@@ -229,6 +231,8 @@ def _value(raw: str) -> tuple[Any, list[Path]]:
         if raw[:1] in ("[", "{", '"', "'"):
             raise ValueError(f"the value is not valid TOML: {str(error).partition(' (at ')[0]}") from None
         return raw, []
+    except RecursionError:
+        raise ValueError("the value is nested too deeply to be read") from None
     if list(parsed) != ["value"]:
         raise ValueError("the value holds more than one line of TOML")
     return parsed["value"], [path[1:] for path in scan(f"value = {raw}") if len(path) > 1]

@@ -7,7 +7,7 @@ validated; `prl.config.load` checks them when the file is read.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -17,10 +17,28 @@ from prl.faults import Fault
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
 
 
+LARGEST = 2**63 - 1
+"""Messages and random generators take integers of 64 bits."""
+
+
+def _check_representable(table: BaseModel) -> None:
+    for key in type(table).model_fields:
+        value = getattr(table, key)
+        if isinstance(value, int) and abs(value) > LARGEST:
+            raise wrong(key, f"must be at most {LARGEST}, not {value}")
+        if isinstance(value, str) and "\0" in value:
+            raise wrong(key, "must not contain a NUL character")
+
+
 class Table(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True, ser_json_inf_nan="constants"
     )
+
+    @model_validator(mode="after")
+    def _representable(self) -> Self:
+        _check_representable(self)
+        return self
 
 
 class PluginTable(BaseModel):
@@ -29,6 +47,11 @@ class PluginTable(BaseModel):
     model_config = ConfigDict(
         extra="allow", frozen=True, validate_default=True, use_attribute_docstrings=True, ser_json_inf_nan="constants"
     )
+
+    @model_validator(mode="after")
+    def _representable(self) -> Self:
+        _check_representable(self)
+        return self
 
     kind: ClassVar[str]
     """Which plugins it takes; the group of their entry points is "prl." and this."""
@@ -137,7 +160,7 @@ class EnvTable(PluginTable):
     kind = "envs"
     name: str = Field("", pattern=r"^[A-Za-z0-9_.-]*$")
     """How it is called in metrics and logs; the plugin's name, or the class in a file, when empty. Must be unique."""
-    weight: float = Field(1.0, gt=0)
+    weight: float = Field(1.0, gt=0, allow_inf_nan=False)
     """Share of training tasks drawn from it."""
 
     @property
@@ -272,7 +295,7 @@ class RunConfig(Table):
     """The run directory is `runs_dir`/`name`."""
     runs_dir: str = "runs"
     """Where run directories are made."""
-    seed: int = 0
+    seed: int = Field(0, ge=0)
     """Of everything random: tasks, sampling, the order of batches."""
     model: ModelTable
     loop: LoopTable = LoopTable()
@@ -325,7 +348,7 @@ class SftConfig(Table):
     """The run directory is `runs_dir`/`name`."""
     runs_dir: str = "runs"
     """Where run directories are made."""
-    seed: int = 0
+    seed: int = Field(0, ge=0)
     """Of everything random: tasks, sampling, the order of batches."""
     model: ModelTable
     data: SftDataTable

@@ -140,6 +140,7 @@ class FakeTrainer:
     async def train(self, batches: Sequence[TrainBatch]) -> TrainReport:
         step = batches[0].step
         assert step == self.version + 1 and len({len(batch.rows) for batch in batches}) == 1
+        assert all(batch.version == self.version for batch in batches), "a batch for another version of the policy"
         await asyncio.sleep(self._seconds())
         if self._keep:
             bodies = [_decode_body(s.body).segment() for batch in batches for row in batch.rows for s in row]

@@ -238,3 +238,24 @@ def test_a_supervised_run_is_one_process(project: Path, prl: Any) -> None:
     checkpointed(warm, 2)
     assert prl("export", "warm", "out").exit_code == 0
     assert "supervised" in prl("eval", "warm").stderr
+
+
+@pytest.mark.parametrize(
+    ("setting", "why"),
+    [("runs_dir=run.toml", "Not a directory"), (f"name={'a' * 300}", "too long"), ("runs_dir=.", "is a file")],
+)
+def test_a_run_directory_that_cannot_be_made_is_wrong_usage(project: Path, prl: Any, setting: str, why: str) -> None:
+    (project / "first").write_text("not a folder")
+    result = prl("run", "run.toml", "--set", setting)
+    assert result.exit_code == 2 and why in result.stderr, result.stderr
+    assert not (project / "runs").exists() or not any((project / "runs").iterdir())
+
+
+def test_clean_does_not_follow_a_link(project: Path, first: RunDir, prl: Any) -> None:
+    prl("run", "run.toml")
+    kept = project / "kept"
+    first.path.rename(kept)
+    first.path.symlink_to(kept)
+    result = prl("run", "run.toml", "--clean", "--yes")
+    assert result.exit_code == 2 and "is a link to" in result.stderr
+    assert (kept / "config.json").is_file()

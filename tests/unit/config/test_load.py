@@ -201,3 +201,34 @@ def test_supervised_configurations(write: Write) -> None:
     assert load_config([run], schema=SftConfig).config.loss.use == "ce"
     (found,) = problems([run], ["data.train=nope.jsonl"], SftConfig)
     assert "there is no file nope.jsonl" in found
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "why"),
+    [
+        ("seed", 10**30, "must be at most 9223372036854775807"),
+        ("seed", -1, "must be at least 0"),
+        ("loop.group_size", 2**63, "must be at most"),
+        ("engine.threads", 2**63, "must be at most"),
+        ("runs_dir", '"a\\u0000b"', "NUL"),
+        ("envs.0.weight", "inf", "should be a finite number"),
+    ],
+)
+def test_what_no_message_and_no_generator_can_hold_is_refused(write: Write, key: str, value: object, why: str) -> None:
+    (problem,) = problems([write(GOOD)], [f"{key}={value}"])
+    assert key in problem and why in problem
+
+
+def test_a_byte_order_mark_is_no_part_of_the_text(write: Write) -> None:
+    assert load_config([write("\ufeff" + GOOD)]).config.loop.steps == 10
+
+
+def test_nesting_without_end_is_a_problem_of_the_file(write: Write) -> None:
+    deep = "[" * 20_000 + "]" * 20_000
+    assert "nested too deeply" in problems([write(GOOD + f"deep = {deep}\n")])[0]
+    assert "nested too deeply" in problems([write(GOOD)], [f"loop.steps={deep}"])[0]
+
+
+def test_a_file_without_a_name_in_it_is_told_how_to_write_it(write: Write) -> None:
+    (problem,) = problems([write(GOOD.replace("hello", "./my_env.py"))])
+    assert "./file.py:Name" in problem

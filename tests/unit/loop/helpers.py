@@ -95,6 +95,8 @@ class World:
                     task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
+            if audit.done():
+                audit.result()  # what it found
             audit.cancel()
             self.trained.update(trainer.trained)
             if not task.cancelled():
@@ -109,6 +111,7 @@ class World:
                 groups.extend(batch.groups)
             settled = sum(len(group.failures) for group in groups)
             assert state.ledger.pending == sum(group.size for group in groups) - settled
+            assert len(state.formed) <= 1, "more than one batch waits in front of the trainer"
 
 
 def decode(data: bytes) -> Snapshot:

@@ -40,6 +40,8 @@ def test_deadline_is_the_last_step_within_staleness() -> None:
 def test_select_takes_the_earliest_deadlines_in_order_of_admission() -> None:
     ready = [Item(3, 6), Item(1, 5), Item(2, 6), Item(0, 7)]
     assert select(ready, [], 3, 2) == ([1, 2], [])
+    assert select([Item(1, 9), Item(2, 6), Item(3, 7)], [], 3, 2) == ([2, 3], [])
+    assert select([Item(5, 6), Item(4, 7), Item(3, 9)], [], 3, 2) == ([4, 5], [])
 
 
 def test_select_waits_for_a_straggler_that_would_otherwise_be_too_stale() -> None:

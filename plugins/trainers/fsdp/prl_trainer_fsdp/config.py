@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from prl.contribution import PluginConfig
+from prl.contribution import PluginConfig, wrong
 
 
 class FsdpConfig(PluginConfig):
@@ -43,4 +43,6 @@ class FsdpConfig(PluginConfig):
                 f'schedule = "{self.schedule}" needs decay_steps (now {self.decay_steps}) above '
                 f"warmup_steps ({self.warmup_steps}): usually the number of steps of the run"
             )
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise wrong("betas", f"both must be at least 0 and below 1, not {list(self.betas)}")
         return self
