@@ -14,7 +14,7 @@ from typing import Any
 from prl import keys
 from prl.config.schema import RunConfig
 from prl.errors import EpisodeFailed, WireError
-from prl.loop.generate import stream
+from prl.loop.generate import RETRY_DELAY_S, stream
 from prl.loop.state import LoopState
 from prl.messages import EpisodeRequest
 from prl.types import Outcome, Sampling, Task
@@ -143,10 +143,25 @@ class Evaluator:
             await self._state.signal.wait()
 
     async def _episode(self, env: str, task: Task, index: int, sample: int) -> Outcome | None:
+        """Its outcome; None when it failed by its own fault, or however often it was tried."""
+        attempts = self._state.config.loop.max_attempts
+        for attempt in range(attempts):
+            try:
+                return await self._state.roles.runner.run(self._request(env, task, index, sample, attempt))
+            except EpisodeFailed as error:
+                if not error.retryable:
+                    return None
+            except WireError:
+                pass
+            if attempt + 1 < attempts:
+                await asyncio.sleep(RETRY_DELAY_S * (attempt + 1))
+        return None
+
+    def _request(self, env: str, task: Task, index: int, sample: int, attempt: int) -> EpisodeRequest:
         state = self._state
         episode_id = self._next_id
         self._next_id += 1
-        request = EpisodeRequest(
+        return EpisodeRequest(
             episode_id=episode_id,
             env=env,
             task=task,
@@ -156,11 +171,8 @@ class Evaluator:
             key=keys.mint(state.roles.token, episode_id),
             deadline_s=state.config.loop.episode_timeout_s,
             kind="eval",
+            attempt=attempt,
         )
-        try:
-            return await state.roles.runner.run(request)
-        except (EpisodeFailed, WireError):
-            return None
 
 
 def _means(label: str, outcomes: Sequence[Outcome]) -> dict[str, float]:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Sequence
 
 import pytest
 
 from prl.config.schema import RunConfig
-from prl.errors import RunFailed
+from prl.errors import EpisodeFailed, RunFailed
 from prl.loop.batch import Batcher
-from prl.loop.groups import Group
-from prl.loop.state import LoopState
+from prl.loop.groups import Group, Sample
+from prl.loop.state import Batch, LoopState
 from prl.loop.supervisor import Loop
-from prl.messages import EpisodeRequest
+from prl.messages import EpisodeRequest, TrainBatch, TrainReport
 from prl.testing import clock
 from prl.testing.fakes import FakeFleet, FakeRunner, FakeTrainer, fake_config, fake_state
-from prl.types import Outcome, Task
+from prl.types import Credit, Outcome, SampleHeader, Task
 
 
 async def no_save(step: int, data: bytes) -> None:
@@ -86,3 +88,84 @@ def test_a_sample_that_fits_into_no_row_fails_and_the_run_goes_on() -> None:
     state = fake_state(config(failure_window=10), runner=FakeRunner(fleet, num_tokens=33), fleet=fleet)
     with pytest.raises(RunFailed, match=r"too_long 10.*trainer.row_tokens = 32; raise it"):
         clock.run(Loop(state, no_save).run(), limit_s=1e6)
+
+
+def run(state: LoopState) -> LoopState:
+    clock.run(Loop(state, no_save).run(), limit_s=1e6)
+    return state
+
+
+def test_the_trainer_checks_the_bound_once_more_on_what_is_really_sent() -> None:
+    """Whatever a defect elsewhere does to a batch, a sample that is too old does not reach the trainer."""
+    state = fake_state(fake_config(steps=9, max_staleness=1))
+    trainer = Loop(state, no_save)._trainer
+    state.version = 4
+    for oldest, allowed in ((4, True), (3, True), (2, False)):
+        samples = [Sample(0, SampleHeader(8, ((2, 6),), version, 4), Credit(), b"") for version in (4, oldest)]
+        batch = Batch(5, [], samples, [], 16)
+        with contextlib.nullcontext() if allowed else pytest.raises(AssertionError, match="staleness 2 in batch 5"):
+            trainer._check(batch)
+    with pytest.raises(AssertionError, match="batch 6 after version 4"):
+        trainer._check(Batch(6, [], [], [], 0))
+
+
+@pytest.mark.parametrize(("step", "incarnation"), [(1, 0), (2, 1)])
+def test_a_report_of_another_step_or_of_a_former_trainer_ends_the_run(step: int, incarnation: int) -> None:
+    class Confused(FakeTrainer):
+        async def train(self, batches: Sequence[TrainBatch]) -> TrainReport:
+            report = await super().train(batches)
+            return TrainReport(incarnation, step, step, {}, 0.0) if report.step == 2 else report
+
+    with pytest.raises(RunFailed, match=f"reported step {step} of incarnation {incarnation}"):
+        run(fake_state(fake_config(steps=3), trainer=Confused()))
+
+
+def test_a_member_without_signal_is_not_counted_as_trained() -> None:
+    """Its reward is the group's mean: nothing of it was in the batch."""
+    fleet = FakeFleet()
+    runner = FakeRunner(fleet, reward=lambda request: [0.0, 0.5, 1.0][request.episode_id % 3])
+    config = fake_config(steps=3, group_size=3, max_attempts=1, max_staleness=0)
+    counts = run(fake_state(config, runner=runner, fleet=fleet)).ledger.counts()
+    assert counts["trained"] == 3 * 4 * 2 and counts["dropped"] == {"no_signal": 3 * 4}
+
+
+def test_an_evaluation_tries_again_what_was_not_the_episodes_own_fault() -> None:
+    """A worker that dies takes all its episodes with it: a score over the one that had finished would say nothing."""
+
+    def fails(request: EpisodeRequest) -> EpisodeFailed | None:
+        if request.kind != "eval" or request.attempt == 2:
+            return None
+        broken = request.task.id == "eval-3"
+        return EpisodeFailed("env_error") if broken else EpisodeFailed("worker_lost", retryable=True)
+
+    config = fake_config(steps=1)
+    config = config.model_copy(update={"eval": config.eval.model_copy(update={"tasks": 6})})
+    fleet = FakeFleet()
+    state = run(fake_state(config, runner=FakeRunner(fleet, fails=fails), fleet=fleet))
+    values = [values for _, values in state.sink.lines if "eval/fake/episodes" in values]  # type: ignore[attr-defined]
+    assert [(v["eval/fake/episodes"], v["eval/fake/failed"]) for v in values] == [(5, 1), (5, 1)]
+
+
+def test_a_paused_run_can_be_saved_and_stopped() -> None:
+    saved: list[int] = []
+
+    async def save(step: int, data: bytes) -> None:
+        saved.append(step)
+
+    async def main() -> LoopState:
+        state = fake_state(fake_config(steps=50), trainer=FakeTrainer(lambda: 1.0))
+        task = asyncio.create_task(Loop(state, save).run())
+        await asyncio.sleep(3.5)
+        state.paused = "by a test"
+        await asyncio.sleep(20)
+        state.checkpoint_requested = True
+        state.signal.notify()
+        await asyncio.sleep(1)
+        assert saved == [state.version] and state.version < 50
+        state.stopping = True
+        state.signal.notify()
+        await task
+        return state
+
+    state = clock.run(main(), limit_s=1e4)
+    assert saved == [state.version] * 2
