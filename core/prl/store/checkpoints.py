@@ -25,7 +25,7 @@ import msgspec
 from prl import faults
 from prl.errors import StoreError
 from prl.rundir import RunDir
-from prl.store.files import atomic_write, fsync_directory, store_error
+from prl.store.files import atomic_write, fsync_directory, sha256_file, store_error
 from prl.types import SCHEMA_VERSION
 
 WRITE_POINT = "checkpoint.write"
@@ -60,11 +60,6 @@ class Checkpoint:
 
     def part(self, name: str) -> Path:
         return self.path / name
-
-
-def sha256_file(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class Checkpoints:

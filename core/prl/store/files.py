@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
 import secrets
 from pathlib import Path
@@ -30,6 +31,12 @@ def store_error(doing: str, path: Path, error: OSError) -> StoreError:
     }
     reason = remedy.get(error.errno or 0, f"{error.strerror or error}; what was written before is intact")
     return StoreError(f"cannot {doing} {path}: {reason}")
+
+
+def sha256_file(path: Path) -> str:
+    """In hex, at about 1.7 GB/s a thread where the processor has SHA instructions."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def fsync_directory(path: Path) -> None:

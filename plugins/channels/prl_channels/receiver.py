@@ -20,6 +20,7 @@ from prl import faults
 from prl.errors import WeightsError
 from prl.messages import WeightsRef
 from prl.protocols import ReceivedWeights
+from prl.store.files import sha256_file
 from prl_channels import manifest as manifests
 from prl_channels.config import FilesystemConfig
 from prl_channels.manifest import Manifest
@@ -110,7 +111,7 @@ def _check_file(directory: Path, file: str, manifest: Manifest) -> None:
         size = path.stat().st_size
         if size != expected.bytes:
             raise _NotYetError(f"{path}: {size} bytes, the manifest says {expected.bytes}: truncated or incomplete")
-        found = manifests.checksum(path)
+        found = sha256_file(path)
     except OSError as error:
         raise _NotYetError(f"{path}: cannot be read ({error.strerror}), the manifest lists it") from error
     if found != expected.sha256:

@@ -11,7 +11,7 @@ from prl.errors import StoreError
 from prl.faults import Fault
 from prl.rundir import RunDir
 from prl.store import Checkpoints
-from prl.store.checkpoints import sha256_file
+from prl.store.files import sha256_file
 
 
 def save(run_dir: RunDir, step: int) -> Path:

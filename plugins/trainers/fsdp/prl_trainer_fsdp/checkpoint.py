@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from prl.errors import StoreError
+from prl.store.files import atomic_write, sha256_file
 from prl.types import SCHEMA_VERSION
 from prl_trainer_fsdp.learner import Learner
 from prl_trainer_fsdp.parallel import gather, scatter_like
@@ -58,7 +59,7 @@ def save(learner: Learner, facts: Mapping[str, Any], path: Path) -> dict[str, st
             "files": {file: {"bytes": size, "sha256": digest} for file, (size, digest) in sizes.items()},
         }
         data = json.dumps(written, indent=1).encode()
-        _write_bytes(path / FACTS, data)
+        atomic_write(path / FACTS, data)
     except (OSError, SafetensorError) as error:
         raise StoreError(f"the checkpoint cannot be written to {path}: {error}") from error
     return {**{file: digest for file, (_, digest) in sizes.items()}, FACTS: hashlib.sha256(data).hexdigest()}
@@ -99,13 +100,8 @@ def verify(file: Path, size: int, digest: str) -> None:
     if actual != size:
         what = "truncated" if actual < size else "longer than it was"
         raise StoreError(f"{file} is {what}: {actual} bytes instead of {size}. Resume from an older checkpoint")
-    if sha256(file) != digest:
+    if sha256_file(file) != digest:
         raise StoreError(f"{file} was altered: its sha256 is not {digest}. Resume from an older checkpoint")
-
-
-def sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _moments(moments: Any, name: str, parameter: Tensor) -> dict[str, Tensor]:
@@ -147,12 +143,4 @@ def _write(file: Path, tensors: dict[str, Tensor]) -> tuple[int, str]:
     save_file(tensors, file)
     with file.open("rb") as stream:
         os.fsync(stream.fileno())
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    return file.stat().st_size, digest
-
-
-def _write_bytes(file: Path, data: bytes) -> None:
-    with file.open("wb") as stream:
-        stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
+    return file.stat().st_size, sha256_file(file)
