@@ -74,7 +74,6 @@ class HfModel(nn.Module):
             attention_mask=None,
             use_cache=False,
             packing=batch.packing,
-            cu_seqlens=batch.packing.cu_seqlens,
         ).last_hidden_state[0]
         weight = self.hf.get_output_embeddings().weight
         before = hidden.index_select(0, batch.parents)

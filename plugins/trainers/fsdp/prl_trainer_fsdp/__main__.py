@@ -47,7 +47,7 @@ class Worker:
     async def start(self) -> None:
         """Build the trainer, register, and load the checkpoint that the controller resumes from, if it does."""
         process = self._process
-        self._trainer = await self._run("loading the model", Trainer, process.config, process.run_dir)
+        self._trainer = await self._run("loading the model", Trainer, process.config, process.run_dir.weights)
         info = {"device": str(self._trainer.runtime.device), "world": self._trainer.runtime.world}
         welcome = await process.register(self._handlers(), info=info)
         self._trainer.incarnation = welcome.incarnation

@@ -28,8 +28,6 @@ class FsdpConfig(PluginConfig):
     """AdamW's decay of matrices; vectors (norms, biases) never decay."""
     max_grad_norm: float = Field(1.0, ge=0)
     """Gradients with a larger norm are scaled down to it; 0 never scales."""
-    updates_per_batch: Literal[1] = 1
-    """Optimiser updates of one batch."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """"auto" takes a GPU where there is one."""
     recompute: bool = False

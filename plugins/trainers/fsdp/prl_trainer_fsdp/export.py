@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import nn
 
 from prl.config.schema import ModelTable
 from prl.errors import StoreError
@@ -16,6 +14,7 @@ from prl.rundir import RunDir
 from prl_models.hf.export import export_hf
 from prl_models.provider import load_model
 from prl_trainer_fsdp.checkpoint import MODEL, check_same_model, read_facts, verify
+from prl_trainer_fsdp.learner import disk_tensors
 
 
 def export(run_dir: RunDir, step: int, table: ModelTable, out: Path) -> None:
@@ -26,7 +25,7 @@ def export(run_dir: RunDir, step: int, table: ModelTable, out: Path) -> None:
     """
     model = load_model(table.path, table.impl, torch.device("cpu"))
     load_weights(model, run_dir.checkpoint(step) / "trainer")
-    export_hf(_in_dtype(model, getattr(torch, table.dtype)), table.path, out)
+    export_hf(disk_tensors(model, table.dtype, lambda tensor: tensor), table.path, out)
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
@@ -41,8 +40,3 @@ def load_weights(model: nn.Module, path: Path) -> None:
                 parameter.copy_(weights.get_tensor(name))
     except SafetensorError as error:
         raise StoreError(f"the checkpoint {path} cannot be read: {error}") from error
-
-
-def _in_dtype(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in model.disk_tensors(lambda tensor: tensor):
-        yield name, tensor.to(dtype) if tensor.dtype == torch.float32 else tensor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,11 +15,11 @@ from prl.errors import RunFailed
 from prl.loss import Loss
 from prl.rows import PackedRow
 from prl_models.batch import PackedBatch
-from prl_models.provider import load_model
+from prl_models.provider import Gather, load_model
 from prl_trainer_fsdp.config import FsdpConfig
 from prl_trainer_fsdp.metrics import StepMetrics
 from prl_trainer_fsdp.optim import adamw, clip, learning_rate
-from prl_trainer_fsdp.parallel import Runtime, recompute, reshard, shard
+from prl_trainer_fsdp.parallel import Runtime, gather, recompute, reshard, shard
 from prl_trainer_fsdp.rows import DeviceRow, device_row, empty_row
 
 
@@ -43,6 +43,10 @@ class Learner:
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Named as in transformers, tied ones once."""
         return [(name.removeprefix("hf."), parameter) for name, parameter in self.model.named_parameters()]
+
+    def disk_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """What is published and exported. Collective: every rank has to go through all of it."""
+        return disk_tensors(self.model, self.dtype, gather)
 
     def step(self, rows: Sequence[PackedRow], denominators: dict[str, float], version: int) -> dict[str, float]:
         """One optimiser step on this rank's rows; all ranks have the same number, empty ones included.
@@ -112,3 +116,10 @@ class Learner:
             loss = loss * 0.0 + (logprobs.sum() + entropy.sum()) * 0.0
         loss.backward()
         metrics.add_row(row, logprobs.detach(), entropy.detach(), outputs, version, real)
+
+
+def disk_tensors(model: Any, dtype: str, gather: Gather) -> Iterator[tuple[str, Tensor]]:
+    """(name on disk, whole tensor) in the precision of the forward pass, one gathered at a time."""
+    precision = getattr(torch, dtype)
+    for name, tensor in model.disk_tensors(gather):
+        yield name, tensor.to(precision) if tensor.dtype == torch.float32 else tensor

@@ -13,11 +13,9 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 
 from prl import faults
 from prl.config.load import read_resolved
@@ -31,7 +29,7 @@ from prl_models.hf.export import export_hf
 from prl_trainer_fsdp import checkpoint
 from prl_trainer_fsdp.config import FsdpConfig
 from prl_trainer_fsdp.learner import Learner
-from prl_trainer_fsdp.parallel import gather, max_over_ranks, start
+from prl_trainer_fsdp.parallel import max_over_ranks, start
 from prl_trainer_fsdp.sft_data import Dataset, Example, order, packed_row
 
 log = logging.getLogger(__name__)
@@ -156,10 +154,10 @@ class SftRun:
             self._checkpoints.commit(step, {"trainer": files}, {"incarnation": 0})
             self._checkpoints.prune(self.config.checkpoint.keep)
         self._saved = step
-        self._event("checkpoint", step=step)
+        self._event("checkpoint_saved", step=step)
 
     def _write_model(self) -> None:
-        tensors = self._tensors()
+        tensors = self.learner.disk_tensors()
         if not self.runtime.is_leader:
             for _ in tensors:  # takes its part in every gather
                 pass
@@ -168,11 +166,6 @@ class SftRun:
         shutil.rmtree(out, ignore_errors=True)  # of a former process of this run
         export_hf(tensors, self.config.model.path, out)
         self._event("model", path=str(out))
-
-    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        dtype = getattr(torch, self.learner.dtype)
-        for name, tensor in self.learner.model.disk_tensors(gather):
-            yield name, tensor.to(dtype) if tensor.dtype == torch.float32 else tensor
 
     def _event(self, kind: str, **data: Any) -> None:
         if self.writer is not None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
 import msgspec
 import numpy as np
-import torch
-from torch import Tensor
 
 from prl import faults
 from prl.config.schema import RunConfig
@@ -18,11 +16,10 @@ from prl.errors import RunFailed
 from prl.messages import TrainBatch, TrainReport, WeightsRef
 from prl.protocols import ChannelSender, Probe
 from prl.rows import PackedRow, assemble
-from prl.rundir import RunDir
 from prl_trainer_fsdp import checkpoint
 from prl_trainer_fsdp.config import FsdpConfig
 from prl_trainer_fsdp.learner import Learner
-from prl_trainer_fsdp.parallel import Runtime, gather, share_bytes, start
+from prl_trainer_fsdp.parallel import Runtime, share_bytes, start
 
 PROBE_TOKENS = 32
 """Longest probe: every engine scores them after each install, while it serves nothing."""
@@ -33,20 +30,20 @@ TOLERANCES = {"float32": 1e-3, "bfloat16": 0.15}
 class Trainer:
     """One rank. Every method but `release` is collective: all ranks call it in the same order.
 
-    `version` is the policy version its weights are; `incarnation` is the run's, given by the controller.
+    `weights` is the directory of the channel's sender. `version` is the policy version that this trainer holds;
+    `incarnation` is the run's, given by the controller.
     """
 
-    def __init__(self, config: RunConfig, run_dir: RunDir | Path | str, runtime: Runtime | None = None) -> None:
+    def __init__(self, config: RunConfig, weights: Path, runtime: Runtime | None = None) -> None:
         own = cast(FsdpConfig, config.trainer.plugin_config())
         self.config = config
         self.runtime = runtime or start(own.device, config.trainer.threads)
         self.learner = Learner(config.model, own, config.loss.build(), self.runtime)
         self.version = 0
         self.incarnation = 0
-        run_dir = run_dir if isinstance(run_dir, RunDir) else RunDir(run_dir)
         self._sender: ChannelSender | None = None
         if self.runtime.is_leader:
-            self._sender = config.channel.build().sender(run_dir.weights)
+            self._sender = config.channel.build().sender(weights)
         self._probes = _first_probes(config.mismatch.probes, self.learner.model.vocab_size, config.seed)
 
     def train(self, batch: TrainBatch) -> TrainReport:
@@ -84,10 +81,10 @@ class Trainer:
         tolerance = self.config.mismatch.probe_tolerance or TOLERANCES[self.learner.dtype]
         answer = b""
         if self._sender is not None:
-            reference = self._sender.send(version, self.incarnation, self._weights(), probes, tolerance)
+            reference = self._sender.send(version, self.incarnation, self.learner.disk_tensors(), probes, tolerance)
             answer = msgspec.msgpack.encode(reference)
         else:
-            for _ in self._weights():  # takes its part in every gather
+            for _ in self.learner.disk_tensors():  # takes its part in every gather
                 pass
         return msgspec.msgpack.decode(share_bytes(answer, self.runtime), type=WeightsRef)
 
@@ -114,12 +111,6 @@ class Trainer:
         facts = checkpoint.load(self.learner, path)
         self.version = int(facts["version"])
         self._probes = [[int(token) for token in probe] for probe in facts["probes"]]
-
-    def _weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(name on disk, whole tensor) in the precision of the forward pass, one gathered at a time."""
-        dtype = getattr(torch, self.learner.dtype)
-        for name, tensor in self.learner.model.disk_tensors(gather):
-            yield name, tensor.to(dtype) if tensor.dtype == torch.float32 else tensor
 
 
 def _first_probes(count: int, vocab_size: int, seed: int) -> list[list[int]]:
