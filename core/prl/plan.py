@@ -6,6 +6,9 @@ from typing import Literal
 
 import msgspec
 
+CONTROLLER = "controller"
+"""The role that decides: a launcher asks it first to stop, and reports to it."""
+
 Restart = Literal["never", "on_failure"]
 Purpose = Literal["main", "service"]
 

@@ -8,10 +8,9 @@ import msgspec
 
 from prl.config.schema import PluginTable, RunConfig, SftConfig
 from prl.errors import PluginError
-from prl.plan import Plan, Role
+from prl.plan import CONTROLLER, Plan, Role
 from prl.rundir import RunDir
 
-CONTROLLER = "controller"
 ENV_PREFIX = "env-"
 """How the role's name of any environment's workers begins."""
 

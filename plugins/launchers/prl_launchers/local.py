@@ -26,7 +26,7 @@ from typing import Literal
 
 from prl.errors import Preempted, UsageError
 from prl.messages import RoleExited
-from prl.plan import LaunchState, Plan, ProcessState, Role
+from prl.plan import CONTROLLER, LaunchState, Plan, ProcessState, Role
 from prl.rundir import RunDir
 from prl_launchers import variables, warden
 from prl_launchers.causes import cause, how_it_ended, told_by_controller
@@ -34,7 +34,6 @@ from prl_launchers.config import LocalConfig
 from prl_launchers.link import ControllerLink
 from prl_launchers.process import Child
 
-CONTROLLER = "controller"
 TICK_S = 0.25
 SETTLE_S = 1.0
 """How long a service's death waits for the controller's own, which would explain it."""
@@ -109,7 +108,7 @@ class Supervision:
         self._leading = [slot for slot in main if slot.role.name == CONTROLLER] or main
         """Who is asked first to stop, with time for a checkpoint: the controller, or what there is in its place."""
         self._mark = secrets.token_hex(16)
-        self._inherited = variables.current()
+        self._inherited = dict(os.environ)
         self._gpus = variables.assign_gpus(plan, variables.visible_gpus(self._inherited))
         self._pids = run_dir.control / "pids"
         self._link = ControllerLink(run_dir)
@@ -141,7 +140,7 @@ class Supervision:
             self._phase = "ended"
             self._show()
             self._watch_signals(False)
-        return INTERRUPTED if self._kill_asked else self._outcome()
+        return INTERRUPTED if self._kill_asked else self._code or 0
 
     async def _next(self) -> None:
         """Wait for something to happen, a quarter of a second at most, and deal with it."""
@@ -260,9 +259,6 @@ class Supervision:
                 slot.child, slot.state = None, "ended"
             (self._pids / slot.name).unlink(missing_ok=True)
         (self._pids / "launcher").unlink(missing_ok=True)
-
-    def _outcome(self) -> int:
-        return self._code or 0
 
     # --- signals ------------------------------------------------------------------------------------------
 

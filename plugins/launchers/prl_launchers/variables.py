@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -57,7 +56,3 @@ def assign_gpus(plan: Plan, available: Sequence[str]) -> dict[tuple[str, int], l
             assigned[role.name, replica] = [available[(position + i) % len(available)] for i in range(wanted)]
             position += wanted
     return assigned
-
-
-def current() -> dict[str, str]:
-    return dict(os.environ)

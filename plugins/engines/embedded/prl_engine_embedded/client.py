@@ -29,14 +29,11 @@ class EmbeddedEngine:
         self.config = config
 
     def role(self, config: RunConfig) -> Role:
-        threads = threads_of(config)
-        env = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")} if threads else {}
         return Role(
             name="engine",
             command=(sys.executable, "-m", "prl_engine_embedded", "{run_dir}", "{replica}"),
             replicas=config.engine.replicas,
-            env=env,
-            resources=Resources(gpus=int(self._wants_gpu()), threads=threads),
+            resources=Resources(gpus=int(self._wants_gpu()), threads=threads_of(config)),
             restart="on_failure",
         )
 
