@@ -39,7 +39,7 @@ class Existing:
 
 
 def start(config: AnyConfig, existing: Existing, *, quiet: bool = False, as_json: bool = False) -> int:
-    """Run it to its end and print its summary. Returns the exit code of DESIGN: 0, 1, 3, 75 or 130.
+    """Run it to its end and print its summary. Returns the exit code: 0, 1, 3, 75 or 130.
 
     Raises:
         ConfigError, PluginError: before anything was written.

@@ -11,15 +11,12 @@ from prl.config.schema import RunConfig, SftConfig
 from prl_cli import output
 
 
-def load(
-    configs: Sequence[Path], sets: Sequence[str] | None, *, supervised: bool = False, warn: bool = True
-) -> LoadedConfig[Any]:
+def load(configs: Sequence[Path], sets: Sequence[str] | None, *, supervised: bool = False) -> LoadedConfig[Any]:
     """Raises:
     ConfigError: with every problem at once.
     """
     schema: type[Any] = SftConfig if supervised else RunConfig
     loaded: LoadedConfig[Any] = load_config(configs, sets or (), schema)
-    if warn:
-        for warning in loaded.warnings:
-            output.say(warning)
+    for warning in loaded.warnings:
+        output.say(warning)
     return loaded

@@ -14,8 +14,8 @@ from prl_cli.lazy import LazyCommand, LazyGroup
 
 COMMANDS = {
     "init": LazyCommand("prl_cli.commands.init:init", "Write a commented configuration to start from."),
-    "run": LazyCommand("prl_cli.commands.run:run", "Train with reinforcement learning."),
-    "sft": LazyCommand("prl_cli.commands.sft:sft", "Train on examples (supervised)."),
+    "run": LazyCommand("prl_cli.commands.train:run", "Train with reinforcement learning."),
+    "sft": LazyCommand("prl_cli.commands.train:sft", "Train on examples (supervised)."),
     "eval": LazyCommand("prl_cli.commands.evaluate:evaluate", "Evaluate a model on held-out tasks."),
     "runs": LazyCommand("prl_cli.commands.runs:app", "List runs, or show one."),
     "config": LazyCommand("prl_cli.commands.config:app", "Show, explain or check a configuration."),

@@ -43,9 +43,13 @@ def python() -> Finding:
     return Finding("python", "ok", seen)
 
 
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def system() -> Finding:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    seen = f"{platform.system()} {platform.release()} {platform.machine()}, {cores} CPU cores for this process"
+    seen = f"{platform.system()} {platform.release()} {platform.machine()}, {cores()} CPU cores for this process"
     if sys.platform != "linux":
         return Finding("system", "warn", seen, "Linux is the supported platform; elsewhere only the CPU path may work")
     return Finding("system", "ok", seen)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prl_cli.doctor.finding import Finding
+from prl_cli.doctor.machine import cores
 
 if TYPE_CHECKING:
     from prl.config.schema import RunConfig
@@ -62,11 +63,11 @@ def devices(config: RunConfig, torch: dict[str, Any]) -> Finding:
         if wanted > gpus:
             return Finding("devices", "warn", seen, "they will share GPUs: lower engine.replicas or trainer.processes")
         return Finding("devices", "ok", seen)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = config.engine.replicas * (config.engine.threads or cores)
-    threads += config.trainer.processes * (config.trainer.threads or cores)
-    seen = f"{threads} compute threads on {cores} cores"
-    if threads > cores:
-        half = max(1, cores // 2)
+    available = cores()
+    threads = config.engine.replicas * (config.engine.threads or available)
+    threads += config.trainer.processes * (config.trainer.threads or available)
+    seen = f"{threads} compute threads on {available} cores"
+    if threads > available:
+        half = max(1, available // 2)
         return Finding("devices", "warn", seen, f"set engine.threads = {half} and trainer.threads = {half}")
     return Finding("devices", "ok", seen)

@@ -174,7 +174,6 @@ class EngineServer:
             self.scheduler.weights_changed(self._recompute)
         log.info("version %d installed, probes differ by %.2g", weights.version, difference)
 
-
     @contextmanager
     def _alone_on_the_device(self) -> Iterator[None]:
         """On a GPU, wait for every stream before and after: transformers' continuous batching computes on one of its
