@@ -147,7 +147,7 @@ class Worker:
     def _env_error(self, request: EpisodeRequest, error: BaseException) -> EpisodeReply:
         lines = traceback.format_exception(error)
         if self.errors < LOGGED_ERRORS:
-            self._log.error("task %r failed:\n%s", request.task.id, "".join(lines).rstrip())
+            self._log.error("task %r, attempt %d:\n%s", request.task.id, request.attempt + 1, "".join(lines).rstrip())
         tail = "\n".join("".join(lines).rstrip().splitlines()[-TRACEBACK_LINES:])
         return _failed(request, "env_error", f"task {request.task.id!r}: {type(error).__name__}: {error}\n{tail}")
 
