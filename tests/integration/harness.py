@@ -18,6 +18,9 @@ from prl.rundir import RunDir
 PATIENCE_S = 240.0
 """How long anything may take before a test gives up; a quiet machine starts a run in 7 s, a busy one in a minute."""
 
+SECRET = "SOME_SERVICE_API_KEY"
+"""A variable of the shell that starts the runs, such as an environment must not see."""
+
 CONFIG = """\
 name = "{name}"
 seed = 3
@@ -89,7 +92,7 @@ class Project:
 
 
 class Run:
-    """One run of a project. `set` are the settings given on every command line."""
+    """One run of a project."""
 
     def __init__(self, project: Project, name: str, config: Path) -> None:
         self.project = project
@@ -138,7 +141,7 @@ class Run:
     def wait_for_step(self, step: int, process: subprocess.Popen[str]) -> None:
         """Until a step was trained. Steps that an earlier start had trained count only once they are there again."""
         wait_until(lambda: self.trained_steps() >= step or process.poll() is not None, f"step {step} is trained")
-        assert process.poll() is None, f"the run ended before step {step}: {self.output()}"
+        assert self.trained_steps() >= step, f"the run ended before step {step}: {self.output()}"
 
     def trained_steps(self) -> int:
         return max((row["step"] for row in self.metrics() if "time/step" in row), default=0)
@@ -147,8 +150,13 @@ class Run:
         """Of a running process, such as "engine-0"."""
         return int((self.dir.control / "pids" / role).read_text())
 
-    def kill(self, role: str) -> None:
-        os.kill(self.pid(role), signal.SIGKILL)
+    def kill(self, role: str) -> bool:
+        """Whether it was there to be killed: a run may end before."""
+        try:
+            os.kill(self.pid(role), signal.SIGKILL)
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+        return True
 
     def alive(self) -> list[int]:
         """Pids of every process, launcher and `prl` included, that works in this run's directory."""
@@ -226,4 +234,10 @@ def _command(*arguments: str) -> list[str]:
 
 
 def _environment() -> dict[str, str]:
-    return os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "NO_COLOR": "1"}
+    return os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "NO_COLOR": "1",
+        SECRET: "x",
+    }

@@ -22,12 +22,13 @@ STEPS = 14
 def resumed(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Run:
     """A run whose controller was killed at a random moment, and that was resumed to its end."""
     run = Project(tmp_path_factory.mktemp("asynchronous"), tiny_model).run(steps=STEPS, staleness=K)
-    with run.going() as process:
-        run.wait_for_step(RANDOM.randint(3, STEPS - 2), process)
+    slow = ("--set", "envs.0.seconds=0.3")
+    with run.going(*slow) as process:
+        run.wait_for_step(RANDOM.randint(3, STEPS - 6), process)
         time.sleep(RANDOM.uniform(0, 0.1))
-        run.kill("controller-0")
-        process.wait(timeout=120)
-    return run.complete("--resume")
+        assert run.kill("controller-0")
+        assert process.wait(timeout=120) == 1
+    return run.complete("--resume", *slow)
 
 
 def test_every_step_is_there_once(resumed: Run) -> None:

@@ -19,7 +19,7 @@ from prl.messages import CONTROL
 from prl.types import SCHEMA_VERSION
 from prl.wire import CALL, Envelope
 
-from .harness import Project, Run, assert_adds_up, wait_until
+from .harness import SECRET, Project, Run, assert_adds_up, wait_until
 
 LONG = 100_000
 ENDLESS = (
@@ -58,6 +58,17 @@ def test_the_token_is_private_and_the_only_secret(live: Live) -> None:
     for pid in run.alive():
         assert token.encode() not in Path(f"/proc/{pid}/environ").read_bytes()
         assert token.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def test_an_environment_sees_no_secret_of_the_shell(live: Live) -> None:
+    run, _ = live
+    secret = f"{SECRET}=x".encode()
+    sees = {role: secret in environ(run.pid(role)) for role in ("controller-0", "env-MyEnv-0")}
+    assert sees == {"controller-0": True, "env-MyEnv-0": False}
+
+
+def environ(pid: int) -> list[bytes]:
+    return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
 
 
 def test_every_process_listens_on_loopback_only(live: Live) -> None:

@@ -52,7 +52,7 @@ def test_workers_and_engines_that_die_are_started_again(project: Project) -> Non
     with run.going("--set", "envs.0.die=9", "--set", "envs.0.seconds=0.1") as process:
         run.wait_for_step(6, process)
         engine = run.pid("engine-0")
-        run.kill("engine-0")
+        assert run.kill("engine-0")
         assert process.wait(timeout=200) == 0, run.output()
     assert_whole(run, 16)
     launcher = run.log("launcher-0")
@@ -80,9 +80,9 @@ def test_a_gateway_or_trainer_that_dies_ends_the_run_and_a_resume_repeats_nothin
 ) -> None:
     run = project.run()
     for step, role in ((3, "trainer-0"), (5, "gateway-0")):
-        with run.going("--resume") as process:
+        with run.going("--resume", "--set", "envs.0.seconds=0.3") as process:
             run.wait_for_step(step, process)
-            run.kill(role)
+            assert run.kill(role)
             assert process.wait(timeout=120) == 1
         said = [line for line in run.output().splitlines() if line.startswith("prl: ")]
         assert len(said) >= 1

@@ -70,13 +70,12 @@ def test_a_kill_at_a_random_moment_and_a_resume_change_nothing(project: Project,
     with run.going() as process:
         run.wait_for_step(step, process)
         time.sleep(pause)
-        killed_at = run.trained_steps()
         if role == "launcher":
-            process.send_signal(signal.SIGKILL)
+            process.kill()
         else:
             run.kill(role)
         code = process.wait(timeout=120)
-    assert code == (-signal.SIGKILL if role == "launcher" else 1) or killed_at == 6
+    assert code in (-signal.SIGKILL if role == "launcher" else 1, 0)  # 0: it was over already
     run.complete("--resume")
     assert_same(run, synchronous, f"killed {role} {pause:.3f} s after step {step}")
 

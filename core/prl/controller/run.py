@@ -162,8 +162,13 @@ class Controller:
         assert state is not None
         timeout = self.config.loop.step_timeout_s
         with state.waits.on("checkpoint", "trainer", f"saving step {step}", timeout):
-            saving = state.roles.trainer.checkpoint(step, self.checkpoints.begin(step) / "trainer")
-            trainer = await within(saving, timeout, f"saving the checkpoint of step {step}", "trainer")
+            draft = self.checkpoints.begin(step)
+            try:
+                saving = state.roles.trainer.checkpoint(step, draft / "trainer")
+                trainer = await within(saving, timeout, f"saving the checkpoint of step {step}", "trainer")
+            except BaseException:
+                self.checkpoints.abandon(step)  # where the disk is full, the last files need its room
+                raise
             await asyncio.to_thread(self._commit, step, data, trainer)
         self.control.checkpointed = step
         self.sink.event("checkpoint_saved", step=step)

@@ -61,7 +61,9 @@ def save(learner: Learner, facts: Mapping[str, Any], path: Path) -> dict[str, st
         data = json.dumps(written, indent=1).encode()
         atomic_write(path / FACTS, data)
     except (OSError, SafetensorError) as error:
-        raise StoreError(f"the checkpoint cannot be written to {path}: {error}") from error
+        raise StoreError(
+            f"the checkpoint cannot be written to {path}: {error}; free space there, then continue with --resume"
+        ) from error
     return {**{file: digest for file, (_, digest) in sizes.items()}, FACTS: hashlib.sha256(data).hexdigest()}
 
 
