@@ -192,7 +192,8 @@ class Supervision:
         """Report it to the controller; if it was needed, start it again or end the run."""
         can_restart = slot.role.restart == "on_failure" and slot.restarts < slot.role.max_restarts
         what = how_it_ended(code) + (" although the run still needed it" if code == 0 else "")
-        if not can_restart and self._phase == "running" and self._code is None:
+        # One that ended well was most likely told to by a controller that failed, and whose answer is on its way.
+        if code != 0 and not can_restart and self._phase == "running" and self._code is None:
             self._suspect = self._suspect or (slot, what)
         event = RoleExited(slot.role.name, slot.replica, code, can_restart and self._phase == "running")
         needed = await self._link.still_needed(event)
