@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from prl.envworker.tasks import TaskSource
+from prl.envworker.tasks import TaskPages
 from prl.errors import RunFailed
 from prl.messages import EpisodeReply
 from prl.protocols import Context
@@ -113,4 +113,4 @@ def test_a_task_that_does_not_survive_the_way_is_refused_where_it_was_made(task:
             return [Task("fine"), task]
 
     with pytest.raises(RunFailed, match=r"Env.tasks\('train'\)\[1\].*cannot be written as JSON and read back"):
-        TaskSource(Env()).page("train", 0, 10)  # type: ignore[arg-type]
+        TaskPages(Env()).page("train", 0, 10)  # type: ignore[arg-type]
