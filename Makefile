@@ -8,7 +8,7 @@ PROJECTS := $(wildcard core/pyproject.toml cli/pyproject.toml plugins/*/pyprojec
 PACKAGES := core/prl cli/prl_cli $(wildcard plugins/*/prl_*) $(wildcard plugins/*/*/prl_*)
 PYTEST := $(BIN)/python -m pytest -rs
 
-.PHONY: help setup lint test test-slow test-gpu demo bench-peer bench-overlap bench-dataplane clean
+.PHONY: help setup lint test test-slow test-gpu demo bench-peer bench-overlap bench-dataplane bench-generation clean
 
 help:
 	@echo "make setup            create .venv and install every distribution into it"
@@ -20,6 +20,7 @@ help:
 	@echo "make bench-peer       the demo beside TRL's GRPO, where TRL is installed"
 	@echo "make bench-overlap    how much asynchrony gains"
 	@echo "make bench-dataplane  rollouts and packed tokens per second"
+	@echo "make bench-generation CPU time of engine and gateway"
 	@echo "make clean            remove caches and build outputs; .venv and runs stay"
 
 setup: $(STAMP)
@@ -58,6 +59,9 @@ bench-overlap: setup
 
 bench-dataplane: setup
 	$(BIN)/python benchmarks/data_plane.py
+
+bench-generation: setup
+	$(BIN)/python benchmarks/generation.py
 
 clean:
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -63,7 +63,7 @@ class Contribution:
 
     Args:
         factory: "package.module:attribute", called with the validated config; what it returns is
-            the protocol of its kind in `prl.protocols`.
+            the protocol of its kind, in `prl.protocols`, `prl.loss` or, for models, `prl_models.provider`.
         config: schema of the plugin's own table.
         summary: one line for `prl plugins`.
         api_version: the `API_VERSION` it was written for.

@@ -14,6 +14,7 @@ import pytest
 from prl import hookspecs
 from prl.config.load import load_config
 from prl.config.schema import RunConfig, SftConfig
+from prl.contribution import KINDS
 
 HOOKS = sorted(name for name in vars(hookspecs) if name.startswith("prl_"))
 
@@ -64,11 +65,26 @@ def test_links_between_documents_resolve(root: Path) -> None:
         *root.glob("docs/**/*.md"),
         *root.glob("examples/**/*.md"),
         *root.glob("*/README.md"),
+        *root.glob("plugins/**/README.md"),
     ]:
         for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):
             if "://" not in target and not (page.parent / target).exists():
                 broken.append(f"{page.relative_to(root)}: {target}")
     assert not broken, "\n".join(broken)
+
+
+def test_every_room_has_a_readme(root: Path) -> None:
+    rooms = [path for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    rooms = [path for path in rooms if any(path.rglob("*.py")) and path.name not in ("build", "dist", "runs")]
+    assert len(rooms) > 6
+    assert [path.name for path in rooms if not (path / "README.md").is_file()] == []
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "commands"])  # docs/cli.md has those
+def test_every_kind_of_plugin_has_a_page(kind: str, root: Path) -> None:
+    page = root / "docs" / "plugins" / f"{ {'losses': 'loss'}.get(kind, kind.removesuffix('s')) }.md"
+    assert f"prl.{kind}" in page.read_text()
+    assert f"(plugins/{page.name})" in (root / "docs" / "README.md").read_text()
 
 
 def test_make_runs_files_that_exist(root: Path) -> None:
