@@ -104,6 +104,23 @@ def test_every_import_is_declared(distributions: list[Distribution]) -> None:
     assert not problems, "\n".join(problems)
 
 
+def test_every_dependency_is_imported(distributions: list[Distribution]) -> None:
+    """Of one that is not, nobody would notice when it broke an installation."""
+    providers = importlib.metadata.packages_distributions()
+    providers |= {dist.package: [dist.name] for dist in distributions}
+    problems = []
+    for dist in distributions:
+        used = {
+            _distribution_name(owner)
+            for path in dist.sources()
+            for module in _imported(path)
+            for owner in providers.get(PART_OF.get(module, module), [])
+        }
+        required = {_distribution_name(line) for line in dist.project.get("dependencies", [])}
+        problems += [f"{dist.name}: {name}" for name in sorted(required - used)]
+    assert not problems, "\n".join(problems)
+
+
 def test_tools_and_what_tests_import_are_declared(
     distributions: list[Distribution], workspace: dict[str, Any], root: Path
 ) -> None:
