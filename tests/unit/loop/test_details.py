@@ -1,0 +1,175 @@
+"""What each loop must not do, one rule at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from prl.errors import RunFailed
+from prl.loop.batch import Batcher
+from prl.loop.groups import Group
+from prl.loop.score import Scorer, attach
+from prl.loop.state import LoopState
+from prl.loop.supervisor import Loop
+from prl.messages import EpisodeRequest, WeightsRef
+from prl.testing import clock
+from prl.testing.fakes import FakeFleet, FakeRunner, FakeTrainer, fake_config, fake_sample, fake_state
+from prl.types import Credit, Outcome, Reward, RolloutHeader, SampleHeader, Task
+
+
+async def no_save(step: int, data: bytes) -> None:
+    pass
+
+
+def outcome(episode_id: int, reward: float, *versions: int) -> Outcome:
+    body, header = fake_sample(8, 2, versions or (0,))
+    rollout = RolloutHeader("policy", True, reward, {"reward": Reward(reward)}, (header,))
+    return Outcome(episode_id, (rollout,), [body])
+
+
+def scored(state: LoopState, **more: object) -> Group:
+    """A group of two through the score loop's work."""
+    state.ledger.dispatch(2)
+    group = Group(0, "fake", Task("a"), 2, version=3, deadline=state.deadline_of(3), **more)  # type: ignore[arg-type]
+    Scorer(state)._score(group)
+    return group
+
+
+def test_what_another_agent_said_is_not_trained_and_bodies_stay_with_their_samples() -> None:
+    """The seats of one episode: an opponent, the policy with two samples, another policy that never replied."""
+    header = SampleHeader(4, ((1, 3),), 0, 0)
+    rollouts = (
+        RolloutHeader("opponent", False, None, {}, (header, header)),
+        RolloutHeader("policy", True, 1.0, {}, (header, header)),
+        RolloutHeader("silent", True, 1.0, {}, ()),
+        RolloutHeader("judge", False, None, {}, (header,)),
+        RolloutHeader("second", True, 1.0, {}, (header,)),
+    )
+    bodies = [b"opponent 0", b"opponent 1", b"policy 0", b"policy 1", b"judge", b"second"]
+    credits = [Credit(((4, float(i)),), ((4, 1.0),)) for i in (1, 2, 3)]
+    samples = attach([Outcome(5, rollouts, bodies)], [credits])
+    assert [(s.body, s.credit.advantages[0][1]) for s in samples] == [
+        (b"policy 0", 1),
+        (b"policy 1", 2),
+        (b"second", 3),
+    ]
+    for wrong in (credits[:2], [*credits, credits[0]]):
+        with pytest.raises(RunFailed, match="credits for an episode"):
+            attach([Outcome(5, rollouts, bodies)], [wrong])
+
+
+def test_a_group_is_credited_in_the_order_of_its_members_not_of_their_ends() -> None:
+    members = {index: outcome(10 + index, float(index)) for index in range(2)}
+    orders = []
+    for order in ([0, 1], [1, 0]):
+        group = scored(fake_state(fake_config()), outcomes={index: members[index] for index in order})
+        orders.append([(sample.episode_id, sample.credit.advantages) for sample in group.samples or ()])
+    assert orders[0] == orders[1] and [episode for episode, _ in orders[0]] == [10, 11]
+
+
+@pytest.mark.parametrize(("versions", "deadline"), [((3, 4), 6), ((5, 6), 8), ((1, 4), 4)])
+def test_the_deadline_is_that_of_the_oldest_token_there_really_is(versions: tuple[int, ...], deadline: int) -> None:
+    """Newer than at admission: later. Older, from an engine that had missed an update: earlier, and then dropped."""
+    state = fake_state(fake_config(max_staleness=2))
+    group = scored(state, outcomes={0: outcome(0, 0.0, 7), 1: outcome(1, 1.0, *versions)})
+    assert group.deadline == deadline
+    Batcher(state)._sweep(step=5)
+    assert state.ledger.counts()["dropped"] == ({} if deadline >= 5 else {"stale": 2})
+
+
+def requests_after(change: Callable[[LoopState], None], **loop: int) -> tuple[int, int]:
+    """Training episodes asked for until `change`, and in the hundred seconds after it."""
+    asked = 0
+
+    def seconds(request: EpisodeRequest) -> float:
+        nonlocal asked
+        asked += 1
+        return 1.0
+
+    async def main() -> tuple[int, int]:
+        fleet = FakeFleet()
+        state = fake_state(
+            fake_config(steps=1000, **loop),
+            runner=FakeRunner(fleet, seconds=seconds),
+            trainer=FakeTrainer(lambda: 30.0),
+            fleet=fleet,
+        )
+        task = asyncio.create_task(Loop(state, no_save).run())
+        await asyncio.sleep(15)
+        before = asked
+        # In the middle of a step: its end makes room for more.
+        change(state)
+        state.signal.notify()
+        await asyncio.sleep(100)
+        after = asked - before
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return before, after
+
+    return clock.run(main(), limit_s=1e5)
+
+
+def pause(state: LoopState) -> None:
+    state.paused = "by a test"
+
+
+def stop(state: LoopState) -> None:
+    state.stopping = True
+    # As much room as there can be, though the step in progress is not over.
+    state.roles.fleet.version = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("change", [pause, stop])
+def test_a_paused_or_stopping_run_starts_no_episode(change: Callable[[LoopState], None]) -> None:
+    before, after = requests_after(change)
+    assert before > 0 and after == 0
+    assert requests_after(lambda state: None)[1] > 0, "nothing would have been started anyway"
+
+
+def test_a_synchronous_evaluation_has_the_engines_to_itself() -> None:
+    overlapping = 0
+    evaluating = 0
+
+    class Watching(FakeRunner):
+        async def run(self, request: EpisodeRequest) -> Outcome:
+            nonlocal overlapping, evaluating
+            evaluating += request.kind == "eval"
+            overlapping += request.kind == "train" and evaluating > 0
+            try:
+                return await super().run(request)
+            finally:
+                evaluating -= request.kind == "eval"
+
+    config = fake_config(steps=6, max_staleness=0)
+    config = config.model_copy(update={"eval": config.eval.model_copy(update={"tasks": 5, "every": 2})})
+
+    class Telling(FakeFleet):
+        async def install(self, weights: WeightsRef) -> None:
+            await super().install(weights)
+            state.signal.notify()  # as the engines' fleet does
+
+    fleet = Telling()
+    state = fake_state(config, runner=Watching(fleet, seconds=lambda request: 3.0), fleet=fleet)
+    clock.run(Loop(state, no_save).run(), limit_s=1e5)
+    evaluated = [step for step, values in state.sink.lines if "eval/seconds" in values]  # type: ignore[attr-defined]
+    assert evaluated == [0, 2, 4, 6] and overlapping == 0
+
+
+@pytest.mark.parametrize(("limit", "most"), [(0, 12), (6, 6), (5, 5), (1, 2)])
+def test_no_more_episodes_run_at_once_than_were_allowed(limit: int, most: int) -> None:
+    """Whole groups are started: below a group's size one group still runs, or nothing ever would."""
+    peak = 0
+
+    def seconds(request: EpisodeRequest) -> float:
+        nonlocal peak
+        peak = max(peak, runner.running)
+        return 1.0 + request.episode_id % 3
+
+    fleet = FakeFleet()
+    runner = FakeRunner(fleet, seconds=seconds)
+    config = fake_config(steps=4, groups_per_step=2, max_staleness=2, max_concurrency=limit)
+    state = fake_state(config, runner=runner, fleet=fleet)
+    clock.run(Loop(state, no_save).run(), limit_s=1e4)
+    assert state.version == 4 and peak == most
