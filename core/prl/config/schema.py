@@ -187,7 +187,7 @@ class TrainerTable(PluginTable):
     use: str = "fsdp"
     """What computes gradients: an installed trainer, or "./file.py:Name"."""
     processes: int = Field(1, ge=1)
-    """Ranks on this machine; more than one runs under torchrun."""
+    """Ranks on this machine, each a process of its own."""
     row_tokens: int = Field(8192, ge=16)
     """Tokens of one packed micro-batch at most; no sample may be longer."""
     threads: int = Field(0, ge=0)

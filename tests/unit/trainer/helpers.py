@@ -94,9 +94,9 @@ def state(trainer: Any) -> dict[str, torch.Tensor]:
 
 
 def run_ranks(script: Path, ranks: int, *arguments: str) -> str:
-    """Run a script under torchrun on loopback; its output."""
+    """Run a script as so many ranks; its output."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(script), *arguments]
+    command = ["-m", "prl_trainer_fsdp.ranks", str(ranks), str(script), *arguments]
     done = subprocess.run(
         [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=240, check=False
     )

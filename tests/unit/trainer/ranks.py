@@ -1,4 +1,4 @@
-"""One rank of a trainer under torchrun: `ranks.py MODEL OUT [DTYPE]` trains three steps, publishes, saves and loads.
+"""One rank of a trainer of several: `ranks.py MODEL OUT [DTYPE]` trains three steps, publishes, saves and loads.
 
 The first rank writes OUT/weights.safetensors (after three steps), OUT/metrics.json, and OUT/resumed.safetensors (after
 the third step repeated from a checkpoint of the second).

@@ -70,11 +70,10 @@ def test_client_contract(check: Callable[[Client], Awaitable[None]], model: Path
     asyncio.run(check(Client(Trainer(run_config(model), tmp_path, CPU))))
 
 
-def test_several_processes_run_under_torchrun(model: Path) -> None:
+def test_several_processes_are_ranks_of_one_group(model: Path) -> None:
     config = run_config(model, processes=3)
     command = FsdpPlugin(FsdpConfig()).role(config).command
-    assert command[1:3] == ("-m", "torch.distributed.run") and "--nproc-per-node=3" in command
-    assert command[-2:] == ("prl_trainer_fsdp", "{run_dir}")
+    assert command[1:] == ("-m", "prl_trainer_fsdp.ranks", "3", "-m", "prl_trainer_fsdp", "{run_dir}")
 
 
 def published(run: RunDir) -> list[str]:

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from prl.errors import EnvironmentNotFit
+from prl_trainer_fsdp.ranks import MEETING_PLACE
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Runtime:
 
 
 def start(device: Literal["auto", "cpu", "cuda"], threads: int, environ: Mapping[str, str] = os.environ) -> Runtime:
-    """Choose the device and join the process group that torchrun describes in the environment.
+    """Choose the device and join the process group that the environment describes: `ranks`' or torchrun's.
 
     Raises:
         EnvironmentNotFit: CUDA is asked for and there is none.
@@ -61,7 +62,9 @@ def start(device: Literal["auto", "cpu", "cuda"], threads: int, environ: Mapping
     else:
         keep_memory()
     if world > 1:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+        place = f"file://{environ[MEETING_PLACE]}" if MEETING_PLACE in environ else "env://"
+        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+        dist.init_process_group(backend, init_method=place, rank=rank, world_size=world)
     return Runtime(rank, world, where)
 
 

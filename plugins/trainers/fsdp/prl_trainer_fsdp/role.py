@@ -17,7 +17,7 @@ class FsdpPlugin:
         self.config = config
 
     def role(self, config: RunConfig | SftConfig) -> Role:
-        """One process, or torchrun with `trainer.processes` of them; each registers as its own replica."""
+        """One process, or a group of `trainer.processes` of them; each registers as its own replica."""
         module = "prl_trainer_fsdp.sft" if isinstance(config, SftConfig) else "prl_trainer_fsdp"
         gpus = 0 if self.config.device == "cpu" else config.trainer.processes
         return Role(
@@ -39,5 +39,4 @@ def command(processes: int, module: str, *arguments: str) -> tuple[str, ...]:
     python = sys.executable
     if processes == 1:
         return (python, "-m", module, *arguments)
-    torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}")
-    return (python, *torchrun, "-m", module, *arguments)
+    return (python, "-m", "prl_trainer_fsdp.ranks", str(processes), "-m", module, *arguments)

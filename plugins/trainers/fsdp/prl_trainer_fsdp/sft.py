@@ -1,4 +1,4 @@
-"""A supervised run: `python -m prl_trainer_fsdp.sft RUN_DIR`, under torchrun for more than one process.
+"""A supervised run: `python -m prl_trainer_fsdp.sft RUN_DIR`, which may be one of several ranks.
 
 It has no controller: this process reads the examples, trains, writes metrics, status, checkpoints and summary, and at
 the end the model as a Hugging Face folder into RUN_DIR/model. SIGTERM ends it after the step it is in, with a
