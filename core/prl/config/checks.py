@@ -68,11 +68,12 @@ def _concurrency_lets_a_group_run(config: RunConfig) -> Iterator[Problem]:
 
 
 def _exact_repetition(config: RunConfig) -> Iterator[Problem]:
-    """Only fixed-shape batches give the same float32 result for a row whatever its companions are."""
-    if config.loop.max_staleness == 0 and config.engine.own.get("batching") == "continuous":
+    """An engine's schema may say, as `repeatable`, whether its results depend on what is computed beside them."""
+    if config.loop.max_staleness == 0 and not getattr(config.engine.plugin_config(), "repeatable", True):
         yield Problem(
-            "engine.batching",
-            "continuous batches change their shape, so this synchronous run is not repeatable bit for bit",
+            "engine",
+            f"with these settings {config.engine.use} samples otherwise each time, so this synchronous run does not "
+            "repeat bit for bit",
             severity="warning",
         )
 

@@ -25,6 +25,10 @@ class Engine(PluginConfig):
     batching: str = "fixed"
     memory: float = 0.9
 
+    @property
+    def repeatable(self) -> bool:
+        return self.batching == "fixed"
+
 
 class Algorithm(PluginConfig):
     min_members: ClassVar[int] = 2

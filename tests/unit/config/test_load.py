@@ -162,7 +162,7 @@ def test_rules_across_tables(write: Write) -> None:
     assert "two environments are called 'hello'" in problems([run], ["envs=[{use='hello'}, {use='hello'}]"])[0]
     load_config([run], ["model.path=./nowhere"], checks=False)
     loaded = load_config([run], ["loop.max_staleness=0", "engine.batching=continuous"])
-    assert "warning: engine.batching: continuous batches" in loaded.warnings[0]
+    assert "warning: engine: with these settings embedded samples otherwise" in loaded.warnings[0]
 
 
 def test_a_hook_may_refuse(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,3 +28,8 @@ class EmbeddedConfig(PluginConfig):
     are exact samples of the new version, or keep the old ones, which is faster and approximate."""
     cache_tokens: int = Field(0, ge=0)
     """Tokens the paged cache of "continuous" holds; 0 leaves it to transformers on a GPU and is 65536 on a CPU."""
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether equal requests get equal answers: continuous batches change their shape, and share one generator."""
+        return self.batching != "continuous"
