@@ -21,10 +21,10 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from prl import faults
+from prl import faults, process
 from prl.config.load import read_resolved
 from prl.config.schema import RunConfig
-from prl.errors import PrlError, WireError
+from prl.errors import WireError
 from prl.messages import NOTHING, REGISTER, SHUTDOWN, STATUS, Register, RoleStatus, Welcome
 from prl.rundir import RunDir
 from prl.wire import Client, Handlers
@@ -78,6 +78,7 @@ class RoleProcess:
                 self._link.close()
                 if time.monotonic() > deadline:
                     raise
+                await asyncio.sleep(0.2)
         self.doing = "ready"
         self._heartbeat = asyncio.create_task(self._beat())
         return welcome
@@ -120,23 +121,11 @@ class RoleProcess:
 
 
 def main(name: str, serve: Callable[[RoleProcess], Awaitable[None]], run_dir: str, replica: int = 0) -> None:
-    """Run a role to its end and exit the process. Threads that still compute do not hold it up."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    code = 0
-    try:
-        asyncio.run(_run(name, serve, RunDir(run_dir), replica))
-    except PrlError as error:
-        log.error("%s", error)
-        code = error.exit_code
-    except Exception:
-        log.exception("%s failed", name)
-        code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    """Run a role to its end and exit the process."""
+    process.run(name, lambda: asyncio.run(_run(name, serve, RunDir(run_dir), replica)))
 
 
-async def _run(name: str, serve: Callable[[RoleProcess], Awaitable[None]], run_dir: RunDir, replica: int) -> None:
+async def _run(name: str, serve: Callable[[RoleProcess], Awaitable[None]], run_dir: RunDir, replica: int) -> int:
     role = RoleProcess(name, run_dir, replica)
     faults.install(name, replica, seed=role.config.seed, plan=role.config.faults)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, role.stop)
@@ -144,3 +133,4 @@ async def _run(name: str, serve: Callable[[RoleProcess], Awaitable[None]], run_d
         await serve(role)
     finally:
         role.close()
+    return 0

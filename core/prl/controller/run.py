@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
-import sys
-import time
 
-from prl import faults
+from prl import faults, process
 from prl.config.load import read_resolved
 from prl.config.schema import RunConfig
 from prl.controller.clients import WireRunner, WireTrainer
@@ -205,19 +202,10 @@ class Controller:
 
 def main(run_dir: str) -> None:
     """Run the controller and exit the process with the run's exit code."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    started = time.time()
-    code = 1
-    try:
+
+    def body() -> int:
         controller = Controller(RunDir(run_dir))
         faults.install("controller", seed=controller.config.seed, plan=controller.config.faults)
-        code = asyncio.run(controller.run())
-    except PrlError as error:
-        log.error("%s", error)
-        code = error.exit_code
-    except Exception:
-        log.exception("the controller failed")
-    log.info("ended with exit code %s after %.1f s", code, time.time() - started)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+        return asyncio.run(controller.run())
+
+    process.run("controller", body)

@@ -22,6 +22,7 @@ from prl.config.load import read_resolved
 from prl.config.schema import SftConfig
 from prl.errors import ConfigError, Preempted, PrlError
 from prl.packing import pack
+from prl.process import start_logging
 from prl.rows import PackedRow
 from prl.rundir import RunDir
 from prl.store import Checkpoints, StoreWriter, rewind
@@ -200,7 +201,7 @@ def load_tokenizer(path: str) -> Any:
 
 def main(run_dir: str) -> int:
     """Run to the end; the exit code."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    start_logging()
     run: SftRun | None = None
     outcome, reason, code = "failed", None, 1
     try:
