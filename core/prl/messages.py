@@ -10,7 +10,18 @@ from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
-from prl.types import Credit, EpisodeError, Message, Rollout, SampleHeader, Sampling, Task, Turn
+from prl.types import (
+    Credit,
+    EpisodeError,
+    Message,
+    Rollout,
+    SampleHeader,
+    Sampling,
+    Split,
+    StopReason,
+    Task,
+    Turn,
+)
 
 Request = TypeVar("Request")
 Reply = TypeVar("Reply")
@@ -50,6 +61,8 @@ class Register(msgspec.Struct):
 
 
 class Welcome(msgspec.Struct):
+    """What the run goes on from: `version` above 0 is the step of the checkpoint to load."""
+
     incarnation: int
     version: int
 
@@ -104,7 +117,7 @@ class EpisodeRequest(msgspec.Struct):
     gateway: str
     key: str
     deadline_s: float
-    kind: Literal["train", "eval"] = "train"
+    kind: Split = "train"
     attempt: int = 0
 
 
@@ -122,7 +135,7 @@ class TaskPage(msgspec.Struct):
     """Ask a worker for tasks `[start, start + count)` of a split; the reply is shorter at the end of the split."""
 
     env: str
-    split: Literal["train", "eval"]
+    split: Split
     start: int
     count: int
 
@@ -289,7 +302,7 @@ class Generation(msgspec.Struct):
     token_ids: list[int]
     logprobs: list[float]
     versions: list[int]
-    stop_reason: Literal["stop", "length", "aborted"]
+    stop_reason: StopReason
 
 
 class EngineHealth(msgspec.Struct):

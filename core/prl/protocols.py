@@ -60,7 +60,7 @@ class Context(Protocol):
     rng: random.Random
     deadline: float
     log: logging.Logger
-    kind: str
+    kind: Split
 
     def agent(self, name: str = "policy", *, trainable: bool = True) -> Agent: ...
 

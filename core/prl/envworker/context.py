@@ -106,7 +106,7 @@ class EpisodeContext:
     def __init__(self, request: EpisodeRequest, gateway: Gateway, log: logging.Logger) -> None:
         self.request = request
         self.log = log
-        self.kind: str = request.kind
+        self.kind = request.kind
         self.deadline = time.monotonic() + request.deadline_s
         self.failure: EpisodeFailed | None = None
         self._gateway = gateway

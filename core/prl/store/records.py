@@ -14,9 +14,8 @@ from typing import Literal
 
 import msgspec
 
-from prl.types import Credit, RolloutHeader, StopReason, total_reward
+from prl.types import Credit, RolloutHeader, Split, StopReason, total_reward
 
-Kind = Literal["train", "eval"]
 Status = Literal["trained", "dropped", "failed", "eval"]
 
 OPEN_FILE = "open.msgpack"
@@ -38,7 +37,7 @@ class RolloutRecord(msgspec.Struct, array_like=True):
     env: str
     task_id: str
     group_id: int
-    kind: Kind = "train"
+    kind: Split = "train"
     status: Status = "trained"
     rollouts: tuple[RolloutHeader, ...] = ()
     bodies: list[bytes] = []
