@@ -11,13 +11,11 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from prl import keys
 from prl.config.schema import RunConfig
-from prl.errors import EpisodeFailed, WireError
-from prl.loop.generate import RETRY_DELAY_S, stream
+from prl.loop.episodes import request, stream, tried
 from prl.loop.state import LoopState
 from prl.messages import EpisodeRequest
-from prl.types import Outcome, Sampling, Task
+from prl.types import Outcome, Task
 
 FIRST_EPISODE_ID = 1 << 48
 """Evaluation episodes are numbered from here, far from training's."""
@@ -144,35 +142,16 @@ class Evaluator:
 
     async def _episode(self, env: str, task: Task, index: int, sample: int) -> Outcome | None:
         """Its outcome; None when it failed by its own fault, or however often it was tried."""
-        attempts = self._state.config.loop.max_attempts
-        for attempt in range(attempts):
-            try:
-                return await self._state.roles.runner.run(self._request(env, task, index, sample, attempt))
-            except EpisodeFailed as error:
-                if not error.retryable:
-                    return None
-            except WireError:
-                pass
-            if attempt + 1 < attempts:
-                await asyncio.sleep(RETRY_DELAY_S * (attempt + 1))
-        return None
+        result = await tried(self._state, lambda attempt: self._request(env, task, index, sample, attempt))
+        return result if isinstance(result, Outcome) else None
 
     def _request(self, env: str, task: Task, index: int, sample: int, attempt: int) -> EpisodeRequest:
         state = self._state
         episode_id = self._next_id
         self._next_id += 1
-        return EpisodeRequest(
-            episode_id=episode_id,
-            env=env,
-            task=task,
-            seed=stream(state.config.seed, "eval", index, sample),
-            sampling=Sampling(state.config.sampling.max_tokens, state.config.eval.temperature),
-            gateway=state.roles.gateway,
-            key=keys.mint(state.roles.token, episode_id),
-            deadline_s=state.config.loop.episode_timeout_s,
-            kind="eval",
-            attempt=attempt,
-        )
+        seed = stream(state.config.seed, "eval", index, sample)
+        temperature = state.config.eval.temperature
+        return request(state, episode_id, env, task, seed=seed, temperature=temperature, kind="eval", attempt=attempt)
 
 
 def _means(label: str, outcomes: Sequence[Outcome]) -> dict[str, float]:

@@ -9,25 +9,18 @@ Every episode is one asyncio task: it calls the environment worker and tries aga
 from __future__ import annotations
 
 import asyncio
-import hashlib
 
-from prl import keys
-from prl.errors import EpisodeFailed, WireError
+from prl.loop.episodes import request, stream, tried
 from prl.loop.groups import Failure, Group
 from prl.loop.state import LoopState
 from prl.messages import EpisodeRequest
-from prl.types import Outcome, Sampling
-
-RETRY_DELAY_S = 0.2
+from prl.types import Outcome
 
 
 class Generator:
     def __init__(self, state: LoopState) -> None:
         self._state = state
         self._error: BaseException | None = None
-        self._sampling = Sampling(
-            max_tokens=state.config.sampling.max_tokens, temperature=state.config.sampling.temperature
-        )
 
     async def run(self) -> None:
         """Admit groups until every batch has its groups."""
@@ -91,39 +84,20 @@ class Generator:
             state.signal.notify()
 
     async def _attempts(self, group: Group, index: int) -> Outcome | Failure:
-        """Try an episode until it succeeds, fails by its own fault, or has used up its attempts."""
-        state = self._state
-        attempts = state.config.loop.max_attempts
-        failure = Failure("no_attempt")
-        for attempt in range(attempts):
-            try:
-                outcome = await state.roles.runner.run(self._request(group, index, attempt))
-                return unusable(outcome, state.config.trainer.row_tokens) or outcome
-            except EpisodeFailed as error:
-                failure = Failure(error.reason, str(error))
-                if not error.retryable:
-                    return failure
-            except WireError as error:
-                failure = Failure("worker_lost", str(error))
-            if attempt + 1 < attempts:
-                await asyncio.sleep(RETRY_DELAY_S * (attempt + 1))
-        return failure
+        """The outcome of one member, if it can be trained on."""
+        result = await tried(self._state, lambda attempt: self._request(group, index, attempt))
+        if isinstance(result, Failure):
+            return result
+        return unusable(result, self._state.config.trainer.row_tokens) or result
 
     def _request(self, group: Group, index: int, attempt: int) -> EpisodeRequest:
         state = self._state
-        loop = state.config.loop
         episode_id = state.next_episode
         state.next_episode += 1
-        return EpisodeRequest(
-            episode_id=episode_id,
-            env=group.env,
-            task=group.task,
-            seed=stream(state.config.seed, "train", group.id, index, attempt),
-            sampling=self._sampling,
-            gateway=state.roles.gateway,
-            key=keys.mint(state.roles.token, episode_id),
-            deadline_s=loop.episode_timeout_s,
-            attempt=attempt,
+        seed = stream(state.config.seed, "train", group.id, index, attempt)
+        temperature = state.config.sampling.temperature
+        return request(
+            state, episode_id, group.env, group.task, seed=seed, temperature=temperature, kind="train", attempt=attempt
         )
 
     def _blocker(self) -> tuple[str, str]:
@@ -153,9 +127,3 @@ def unusable(outcome: Outcome, row_tokens: int) -> Failure | None:
         if longest > row_tokens:
             return Failure("too_long", f"a sample of {longest} tokens, and trainer.row_tokens = {row_tokens}")
     return None
-
-
-def stream(seed: int, *parts: object) -> int:
-    """A 63-bit seed of its own for every (run seed, what for): stable across processes, unlike `hash`."""
-    text = "/".join(map(str, (seed, *parts)))
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
