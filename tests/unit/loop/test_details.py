@@ -7,13 +7,15 @@ from collections.abc import Callable
 
 import pytest
 
-from prl.errors import RunFailed
+from prl.errors import EpisodeFailed, RunFailed
+from prl.loop import snapshot
 from prl.loop.batch import Batcher
 from prl.loop.groups import Group
+from prl.loop.mismatch import check_mismatch
 from prl.loop.score import Scorer, attach
 from prl.loop.state import LoopState
 from prl.loop.supervisor import Loop
-from prl.messages import EpisodeRequest, WeightsRef
+from prl.messages import EpisodeRequest, TrainReport, WeightsRef
 from prl.testing import clock
 from prl.testing.fakes import FakeFleet, FakeRunner, FakeTrainer, fake_config, fake_sample, fake_state
 from prl.types import Credit, Outcome, Reward, RolloutHeader, SampleHeader, Task
@@ -173,3 +175,84 @@ def test_no_more_episodes_run_at_once_than_were_allowed(limit: int, most: int) -
     state = fake_state(config, runner=runner, fleet=fleet)
     clock.run(Loop(state, no_save).run(), limit_s=1e4)
     assert state.version == 4 and peak == most
+
+
+def test_a_slow_install_skips_what_has_been_overtaken_meanwhile() -> None:
+    fleet = FakeFleet(lambda: 10.0)
+    state = fake_state(fake_config(steps=12, max_staleness=8), trainer=FakeTrainer(lambda: 1.0), fleet=fleet)
+    clock.run(Loop(state, no_save).run(), limit_s=1e4)
+    assert fleet.installed[0] == 0 and fleet.installed[-1] == 12 and len(fleet.installed) < 7
+
+
+def test_a_snapshot_holds_what_has_finished_and_is_not_scored() -> None:
+    state = fake_state(fake_config(max_staleness=2))
+    state.version = state.batches = 5
+    state.ledger.dispatch(4)
+    state.finished.append(Group(0, "fake", Task("a"), 2, 4, 7, outcomes={0: outcome(0, 1.0, 4), 1: outcome(1, 0.0, 5)}))
+    state.in_flight[1] = Group(1, "fake", Task("b"), 2, 3, 6)
+    again = fake_state(fake_config(max_staleness=2))
+    snapshot.restore(again, snapshot.take(state, None, None))
+    assert [group.id for group in again.finished] == [0] and again.finished[0].deadline == 7
+    # Nothing of this one is left: it is sampled again, by the version of today.
+    assert again.in_flight[1].version == 5 and again.in_flight[1].deadline == 8
+
+
+def test_redraws_come_first_and_in_the_order_in_which_they_were_put_back() -> None:
+    async def main() -> list[str]:
+        source = fake_state(fake_config()).tasks
+        await source.draw()
+        for name in "abc":
+            source.put_back("fake", Task(name), 1)
+        return [(await source.draw())[1].id for _ in range(4)]
+
+    assert clock.run(main()) == ["a", "b", "c", "train-1"]
+
+
+def test_every_attempt_of_every_episode_has_a_random_stream_of_its_own() -> None:
+    seeds: list[int] = []
+
+    def fails(request: EpisodeRequest) -> EpisodeFailed | None:
+        seeds.append(request.seed)
+        return EpisodeFailed("worker_lost", retryable=True) if request.attempt == 0 else None
+
+    fleet = FakeFleet()
+    config = fake_config(steps=3, group_size=3)
+    config = config.model_copy(update={"eval": config.eval.model_copy(update={"tasks": 0})})
+    clock.run(Loop(fake_state(config, runner=FakeRunner(fleet, fails=fails), fleet=fleet), no_save).run())
+    assert len(set(seeds)) == len(seeds) == 3 * 4 * 3 * 2
+    other = config.model_copy(update={"seed": 1})
+    before = set(seeds)
+    clock.run(Loop(fake_state(other, runner=FakeRunner(fleet := FakeFleet(), fails=fails), fleet=fleet), no_save).run())
+    assert not before & set(seeds[len(before) :])
+
+
+def test_every_task_is_evaluated_as_often_as_was_asked_and_the_first_score_stays_the_first() -> None:
+    scores = iter([0.25] * 15 + [0.5] * 15 + [0.75] * 15)
+    seeds: list[int] = []
+
+    def reward(request: EpisodeRequest) -> float:
+        if request.kind == "train":
+            return request.seed % 7
+        seeds.append(request.seed)
+        return next(scores)
+
+    config = fake_config(steps=4, max_staleness=0)
+    table = config.eval.model_copy(update={"tasks": 5, "samples": 3, "every": 2})
+    fleet = FakeFleet()
+    loop = Loop(
+        fake_state(
+            config.model_copy(update={"eval": table}), runner=FakeRunner(fleet, reward=reward, num_tasks=9), fleet=fleet
+        ),
+        no_save,
+    )
+    clock.run(loop.run(), limit_s=1e4)
+    assert (loop.evaluator.first, loop.evaluator.last) == (0.25, 0.75)
+    # Samples of one task differ, evaluations of one run do not: they are compared with one another.
+    assert len(set(seeds)) == 15 and seeds[:15] == seeds[15:30] == seeds[30:]
+
+
+@pytest.mark.parametrize(("kl", "passes"), [(0.05, True), (0.051, False), (float("nan"), False), (float("inf"), False)])
+def test_a_mismatch_that_is_not_a_number_is_past_every_limit(kl: float, passes: bool) -> None:
+    state = fake_state(fake_config())
+    check_mismatch(state, TrainReport(0, 1, 1, {"mismatch/kl": kl}, 0.0))
+    assert (state.paused == "") is passes
