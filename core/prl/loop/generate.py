@@ -30,6 +30,7 @@ class Generator:
         while not state.done:
             if self._error is not None:
                 raise self._error
+            state.open_round()
             if state.admissible > 0:
                 await self._admit()
             else:
@@ -48,6 +49,7 @@ class Generator:
         size = state.config.loop.group_size
         group = Group(state.next_group, env, task, size, version, state.deadline_of(version), redraws)
         state.next_group += 1
+        state.round -= 1
         state.in_flight[group.id] = group
         state.ledger.dispatch(size)
         self._start(group)

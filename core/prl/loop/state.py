@@ -78,6 +78,7 @@ class LoopState:
 
     next_group: int = 0  # generate
     next_episode: int = 0  # generate: every attempt has a number of its own
+    round: int = 0  # generate: groups that may still join those in flight, in a synchronous run
     in_flight: dict[int, Group] = field(default_factory=dict)  # generate; batch gives up stragglers
     episodes: dict[int, set[asyncio.Task[None]]] = field(default_factory=dict)  # generate: by group in flight
     finished: deque[Group] = field(default_factory=deque)  # generate adds, score removes
@@ -119,19 +120,26 @@ class LoopState:
         return len(self.in_flight) + len(self.finished) + len(self.ready)
 
     @property
+    def room(self) -> int:
+        """How many groups fit beside those outstanding."""
+        loop = self.config.loop
+        version = self.roles.fleet.version
+        return room(self.outstanding, self.batches, self.steps, version, loop.groups_per_step, loop.max_staleness)
+
+    def open_round(self) -> None:
+        """A synchronous run replaces groups that brought nothing only after all of their round have ended: which
+        tasks are drawn, and in which order, must not depend on which of them was the fastest."""
+        if self.round <= 0 and not self.in_flight and not self.finished:
+            self.round = self.room
+            self.tasks.release()
+
+    @property
     def admissible(self) -> int:
         """How many groups may be admitted now."""
         loop = self.config.loop
         if self.paused or self.stopping or self.admission_closed:
             return 0
-        free = room(
-            self.outstanding,
-            self.batches,
-            self.steps,
-            self.roles.fleet.version,
-            loop.groups_per_step,
-            loop.max_staleness,
-        )
+        free = self.room if loop.max_staleness else min(self.room, self.round)
         if loop.max_concurrency:
             spare = (loop.max_concurrency - self.episodes_in_flight) // loop.group_size
             # One group always fits, or a limit below the group size would stop everything.
@@ -151,7 +159,8 @@ class LoopState:
         self.ledger.drop(reason, len(group.outcomes))
         self.sink.group(group, None, reason)
         if redraw and group.redraws < self.config.loop.max_redraws:
-            self.tasks.put_back(group.env, group.task, group.redraws + 1)
+            hold = self.config.loop.max_staleness == 0
+            self.tasks.put_back(group.id, group.env, group.task, group.redraws + 1, hold=hold)
         self.signal.notify()
 
     def _hint(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import random
 from collections.abc import Mapping, Sequence
 
@@ -21,7 +22,7 @@ class TaskSourceState(msgspec.Struct):
     position: dict[str, int]
     length: dict[str, int]
     random: tuple[int, list[int], float | None]
-    redraw: list[tuple[str, Task, int]]
+    redraw: list[tuple[int, str, Task, int]]
 
 
 class TaskSource:
@@ -35,12 +36,21 @@ class TaskSource:
         self._position = dict.fromkeys(self._labels, 0)
         self._length: dict[str, int] = {}
         self._pages: dict[str, tuple[int, Sequence[Task]]] = {}
-        self._redraw: list[tuple[str, Task, int]] = []
+        self._redraw: list[tuple[int, str, Task, int]] = []
+        self._held: list[tuple[int, str, Task, int]] = []
 
-    def put_back(self, env: str, task: Task, redraws: int) -> None:
-        """Draw this task again before any new one, unless a resumed run no longer has its environment."""
+    def put_back(self, group: int, env: str, task: Task, redraws: int, *, hold: bool = False) -> None:
+        """Draw this task again before any new one (with `hold` not before `release`), the oldest group's first, unless
+        a resumed run no longer has its environment."""
         if env in self._position:
-            self._redraw.append((env, task, redraws))
+            entries = self._held if hold else self._redraw
+            bisect.insort(entries, (group, env, task, redraws), key=_group)
+
+    def release(self) -> None:
+        """What was put back and held is drawn from now on."""
+        if self._held:
+            self._redraw = sorted([*self._redraw, *self._held], key=_group)
+            self._held.clear()
 
     async def draw(self) -> tuple[str, Task, int]:
         """The next (environment, task, how often it was redrawn).
@@ -49,7 +59,7 @@ class TaskSource:
             RunFailed: an environment has no training task at all.
         """
         if self._redraw:
-            return self._redraw.pop(0)
+            return self._redraw.pop(0)[1:]
         env = self._labels[0]
         if len(self._labels) > 1:
             env = self._random.choices(self._labels, self._weights)[0]
@@ -77,9 +87,8 @@ class TaskSource:
 
     def state(self) -> TaskSourceState:
         version, internal, gauss = self._random.getstate()
-        return TaskSourceState(
-            dict(self._position), dict(self._length), (version, list(internal), gauss), list(self._redraw)
-        )
+        redraw = sorted([*self._redraw, *self._held], key=_group)
+        return TaskSourceState(dict(self._position), dict(self._length), (version, list(internal), gauss), redraw)
 
     def load_state(self, state: TaskSourceState) -> None:
         # Environments may have been added or removed since.
@@ -87,4 +96,8 @@ class TaskSource:
         self._length.update(state.length)
         version, internal, gauss = state.random
         self._random.setstate((version, tuple(internal), gauss))
-        self._redraw = [entry for entry in state.redraw if entry[0] in self._position]
+        self._redraw = [entry for entry in state.redraw if entry[1] in self._position]
+
+
+def _group(entry: tuple[int, str, Task, int]) -> int:
+    return entry[0]

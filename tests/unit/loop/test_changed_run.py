@@ -54,11 +54,11 @@ def test_what_was_in_flight_in_an_environment_that_is_gone_is_dropped() -> None:
     state.in_flight = {0: gone, 1: Group(1, "fake", Task("b"), 2, 0, 3)}
     again = fake_state(fake_config())
     data = msgspec.msgpack.decode(snapshot.take(state, None, None), type=snapshot.Snapshot)
-    data.tasks.redraw = [("former", Task("a"), 1), ("fake", Task("c"), 1)]
+    data.tasks.redraw = [(3, "former", Task("a"), 1), (4, "fake", Task("c"), 1)]
     snapshot.restore(again, msgspec.msgpack.encode(data))
     assert list(again.in_flight) == [1]
     assert again.ledger.counts()["dropped"] == {"environment_removed": 1} and again.ledger.pending == 2
-    again.tasks.put_back("former", Task("a"), 1)
+    again.tasks.put_back(5, "former", Task("a"), 1)
     assert clock.run(again.tasks.draw()) == ("fake", Task("c"), 1)
     assert clock.run(again.tasks.draw())[0] == "fake"
 

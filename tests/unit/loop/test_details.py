@@ -197,12 +197,12 @@ def test_a_snapshot_holds_what_has_finished_and_is_not_scored() -> None:
     assert again.in_flight[1].version == 5 and again.in_flight[1].deadline == 8
 
 
-def test_redraws_come_first_and_in_the_order_in_which_they_were_put_back() -> None:
+def test_redraws_come_first_and_the_oldest_group_s_before_the_others() -> None:
     async def main() -> list[str]:
         source = fake_state(fake_config()).tasks
         await source.draw()
-        for name in "abc":
-            source.put_back("fake", Task(name), 1)
+        for group, name in enumerate("cab"):
+            source.put_back((group - 1) % 3, "fake", Task(name), 1)
         return [(await source.draw())[1].id for _ in range(4)]
 
     assert clock.run(main()) == ["a", "b", "c", "train-1"]
