@@ -1,7 +1,7 @@
 """`max_staleness = 0` is the synchronous algorithm: a loop of thirty lines, in one process, computes the same bits.
 
-It uses the engine's scheduler, the trainer, the algorithm and the loss, and nothing of the loop, the gateway's service,
-the wire, the store or any process of a run.
+It uses the engine's scheduler, the trainer, the algorithm and the loss, and nothing of the loop, the gateway, the wire,
+the store or any process of a run.
 """
 
 from __future__ import annotations
@@ -88,21 +88,20 @@ def one_thread() -> Iterator[None]:
 
 def train(config: RunConfig, folder: Path) -> dict[str, str]:
     """Train `config.loop.steps` steps; digests of the trainer's checkpoint."""
-    from prl_gateway import template
-    from prl_gateway.render import TemplateRenderer
+    from transformers import AutoTokenizer
+
     from prl_trainer_fsdp.trainer import Trainer
 
     loop = config.loop
-    renderer = TemplateRenderer(template.load(config.model.path))
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     algorithm = config.algorithm.build()
-    env = MyEnv()
-    tasks = env.tasks("train")
+    tasks = MyEnv().tasks("train")
     sampler, trainer = Sampler(config), Trainer(config, folder)
     group = 0
     while trainer.version < loop.steps:
         sampler.install(trainer, trainer.version)
         requests = [
-            request_of(config, renderer, tasks[g], g, member)
+            request_of(config, tokenizer, tasks[g], g, member)
             for g in range(group, group + loop.groups_per_step)
             for member in range(loop.group_size)
         ]
@@ -111,31 +110,30 @@ def train(config: RunConfig, folder: Path) -> dict[str, str]:
         samples: list[TrainSample] = []
         for start in range(0, len(requests), loop.group_size):
             mine = slice(start, start + loop.group_size)
-            samples += credited(algorithm, env, renderer, requests[mine], generations[mine])
+            samples += credited(algorithm, tokenizer, requests[mine], generations[mine])
         if samples:
             trainer.train(batch_of(config, samples, trainer.version))
     sampler.scheduler.close()
     return dict(trainer.checkpoint(loop.steps, folder / "trainer"))
 
 
-def request_of(config: RunConfig, renderer: Any, task: Task, group: int, member: int) -> GenerateRequest:
+def request_of(config: RunConfig, tokenizer: Any, task: Task, group: int, member: int) -> GenerateRequest:
     """The first turn of an episode. Seeds as they are documented: of the run, the group, the member, then the turn."""
     text = "/".join(map(str, (config.seed, "train", group, member, 0)))
     episode = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
-    from prl.types import as_messages
-
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": task.prompt}], tokenize=False)
     return GenerateRequest(
         id=f"{group}.{member}",
-        token_ids=list(renderer.start(as_messages(task.prompt)).token_ids),
+        token_ids=tokenizer(prompt, add_special_tokens=False).input_ids,
         sampling=Sampling(config.sampling.max_tokens, config.sampling.temperature),
-        stop_token_ids=renderer.stop_token_ids,
+        stop_token_ids=[tokenizer.eos_token_id],
         seed=stable_seed(episode, "policy", 0),
         deadline_s=60,
     )
 
 
 def credited(
-    algorithm: Any, env: MyEnv, renderer: Any, requests: list[GenerateRequest], generations: list[Generation]
+    algorithm: Any, tokenizer: Any, requests: list[GenerateRequest], generations: list[Generation]
 ) -> list[TrainSample]:
     """The samples of one group that carry a signal."""
     headers, bodies, members = [], [], []
@@ -149,7 +147,7 @@ def credited(
             request.sampling.temperature,
         )
         words = generation.token_ids[: -1 if generation.stop_reason == "stop" else None]
-        reward = sum(ord(letter) % 2 for letter in renderer.decode(words)) / 8
+        reward = sum(ord(letter) % 2 for letter in tokenizer.decode(words)) / 8
         rollout = RolloutHeader("policy", True, reward, {"reward": Reward(reward)}, (header,), num_turns=1)
         headers.append(header)
         bodies.append(body_of(request.token_ids, generation))
