@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -100,6 +101,24 @@ def test_every_module_says_what_it_is(distributions: list[Distribution], root: P
         if path.read_text().strip() and ast.get_docstring(ast.parse(path.read_text())) is None
     ]
     assert not problems, f"without a docstring: {problems}"
+
+
+def test_the_map_of_a_package_names_its_modules(distributions: list[Distribution], root: Path) -> None:
+    """The docstring of a package of four or more modules is its map. For the root of the core, core/README.md is."""
+    missing = []
+    for path in sources(distributions, root):
+        if path.name != "__init__.py" or path.parent.name == "commands":
+            continue
+        modules = [other.stem for other in path.parent.glob("*.py") if not other.stem.startswith("__")]
+        if len(modules) < 4:
+            continue
+        said = ast.get_docstring(ast.parse(path.read_text())) or ""
+        if path == root / "core/prl/__init__.py":
+            said = (root / "core/README.md").read_text()
+        missing += [
+            f"{path.parent.relative_to(root)}: {name}" for name in modules if not re.search(rf"\b{name}\b", said)
+        ]
+    assert not missing, "\n".join(sorted(missing))
 
 
 def test_public_names_are_sorted_complete_and_documented() -> None:

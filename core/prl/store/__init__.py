@@ -4,6 +4,7 @@ files         whole-file replacement, appending without torn ends
 records       what is kept of an episode
 writer        StoreWriter, the one writer of metrics, events and rollouts, in a thread
 columns       rollouts as Arrow tables and Parquet files (pyarrow is imported when it is needed)
+sink          where the loop reports to, over the writer
 reader        open_run: everything back as Arrow tables, whatever a crash left
 rewind        drop what lies after the step that a resumed run continues from
 checkpoints   complete checkpoints only: a manifest written last

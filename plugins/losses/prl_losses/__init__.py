@@ -1,1 +1,4 @@
-"""Per-token losses."""
+"""Per-token losses: `dppo` and `ce`, each in its module; `terms` is what they share.
+
+`plugin` and `config` are the declarations.
+"""
