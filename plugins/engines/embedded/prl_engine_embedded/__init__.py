@@ -2,7 +2,7 @@
 
 plugin, config  the declaration
 client          the half that gateway and controller use, without torch; methods: what the two halves say
-__main__        the process; build: from a configuration to model and scheduler; server: its handlers, installing weights
+__main__        the process; build: from a configuration to a scheduler; server: its handlers, installing weights
 model           the loaded model, scoring; weights: new parameters in and back out, whole or not at all
 scheduler       what the server needs of a scheduler; stepped: the thread of one that computes step by step
 fixed           fixed-shape batches over slots (its cache and attention); sampling: random numbers counted per request
