@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from prl.errors import EpisodeFailed
+from prl.messages import Generation
 from prl.types import Message, SampleBody, Sampling, Segment
 from prl_gateway.conversation import Conversation
 from prl_gateway.render import TemplateRenderer
@@ -164,3 +165,33 @@ def test_messages_that_are_not_held(talk: Dialogue) -> None:
         talk.turn("hello", [talk.end], keep=4)
     assert caught.value.reason == "lost_conversation"
     assert caught.value.retryable
+
+
+def test_every_token_keeps_the_version_and_the_log_probability_that_it_was_sampled_with(talk: Dialogue) -> None:
+    """Weights were swapped in the middle of both turns: the header spans the versions, the body has each in its place."""
+    conversation, tokens = talk.conversation, [*talk.tokenizer.encode("abc"), talk.end]
+    count = len(tokens)
+    given: list[tuple[list[float], list[int]]] = []
+    for turn in range(2):
+        logprobs = [-(turn + (index + 1) / 8) for index in range(count)]
+        versions = [3 + turn] * (count - 1) + [4 + turn]
+        given.append((logprobs, versions))
+        keep = len(conversation.messages)
+        pending = conversation.prepare(keep, [Message("user", "more")], SAMPLING, talk.renderer)
+        conversation.commit(pending, Generation(tokens, logprobs, versions, "stop"), talk.renderer)
+    (kept,) = conversation.segments
+    header, segment = kept.header(), talk.segment()
+    assert (header.min_version, header.max_version, header.num_sampled) == (3, 5, 2 * count)
+    assert segment.versions[segment.sampled].tolist() == given[0][1] + given[1][1]
+    np.testing.assert_array_equal(segment.logprobs[segment.sampled], np.float32(given[0][0] + given[1][0]))
+    assert set(segment.versions[~segment.sampled].tolist()) == {-1} and not segment.logprobs[~segment.sampled].any()
+
+
+def test_an_answer_that_the_environment_replaced_is_not_what_the_model_continues(talk: Dialogue) -> None:
+    talk.turn("one", [*talk.tokenizer.encode("sampled"), talk.end])
+    new = [Message("assistant", "replaced"), Message("user", "two")]
+    pending = talk.conversation.prepare(1, new, SAMPLING, talk.renderer)
+    prompt = talk.tokenizer.decode(pending.prompt_ids)
+    assert "replaced" in prompt and "sampled" not in prompt
+    talk.conversation.commit(pending, talk.kit.says([talk.end]), talk.renderer)
+    assert talk.conversation.forks == 1 and talk.segment().sampled.sum() == 1

@@ -299,6 +299,22 @@ def test_full_context(kit: Any) -> None:
     clock.run(scenario())
 
 
+@pytest.mark.parametrize(("spare", "fits"), [(1, True), (0, False)])
+def test_a_prompt_that_leaves_no_room_for_one_token_is_refused(kit: Any, spare: int, fits: bool) -> None:
+    async def scenario() -> None:
+        engine = kit.ScriptedEngine(kit.says([1]), kit.says([1]))
+        prompt = (await World(kit, engine).reply(text="text")).num_prompt_tokens
+        world = World(kit, engine, context=prompt + spare)
+        if fits:
+            assert (await world.reply(text="text")).num_prompt_tokens == prompt
+            return
+        with pytest.raises(EpisodeFailed) as caught:
+            await world.reply(text="text")
+        assert reason(caught) == ("context_full", False)
+
+    clock.run(scenario())
+
+
 def test_a_turn_is_cheap(kit: Any) -> None:
     """The gateway's own work for a single-turn episode, without the wire; 100 us were measured."""
 

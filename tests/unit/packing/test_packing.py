@@ -123,3 +123,9 @@ def test_ten_thousand_samples_are_packed_fast() -> None:
         pack(lengths, ROW)
         seconds.append(time.process_time() - start)
     assert min(seconds) < 0.2
+
+
+def test_the_rank_with_the_least_work_so_far_gets_the_most_expensive_row() -> None:
+    """Four rows of one sample each on two ranks: 8 + 4 and 7 + 5, not 8 + 5 and 7 + 4."""
+    ranks = pack([8, 7, 5, 4], 8, 2)
+    assert [sorted(index for row in rows for index in row) for rows in ranks] == [[0, 3], [1, 2]]

@@ -154,3 +154,11 @@ def test_parts_that_do_not_fit_together_are_refused(damage, words: list[str]) ->
     with pytest.raises(ValueError, match="sample 1") as error:
         assemble([good, damage(good)])
     assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_denominators_do_not_depend_on_the_order_of_the_samples() -> None:
+    weights = [0.1, 0.2, 0.3, 1e-9, 0.7]
+    samples = [
+        (SampleHeader(2, ((1, 1),), 0, 0), Credit(rl=((2, w),), ce=((2, w),), ref_kl=((2, w),))) for w in weights
+    ]
+    assert len({tuple(denominators(order).values()) for order in itertools.permutations(samples)}) == 1
