@@ -168,7 +168,7 @@ def test_messages_that_are_not_held(talk: Dialogue) -> None:
 
 
 def test_every_token_keeps_the_version_and_the_log_probability_that_it_was_sampled_with(talk: Dialogue) -> None:
-    """Weights were swapped in the middle of both turns: the header spans the versions, the body has each in its place."""
+    """Weights were swapped in the middle of both turns: the header spans the versions, the body has each in place."""
     conversation, tokens = talk.conversation, [*talk.tokenizer.encode("abc"), talk.end]
     count = len(tokens)
     given: list[tuple[list[float], list[int]]] = []
