@@ -65,8 +65,9 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
                 return 1
             if code not in (None, 0, Preempted.exit_code):
                 return code
-        if None not in codes:
-            return max(codes)
+        ended = [code for code in codes if code is not None]
+        if len(ended) == len(ranks):
+            return max(ended)
         time.sleep(POLL_S)
 
 
