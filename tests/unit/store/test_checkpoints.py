@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -135,3 +136,18 @@ def test_prune_counts_complete_checkpoints_only(run_dir: RunDir) -> None:
         "step_000004",
         "step_000009.tmp",
     ]
+
+
+def test_what_an_attempt_that_was_killed_left_is_no_part_of_the_next(run_dir: RunDir) -> None:
+    stray = Checkpoints(run_dir).begin(7) / "trainer" / "stray"
+    stray.parent.mkdir()
+    stray.write_bytes(b"half a tensor")
+    path = save(run_dir, 7)
+    assert latest_step(run_dir) == 7 and not (path / "trainer" / "stray").exists()
+
+
+def test_the_new_one_counts_when_the_old_one_was_not_yet_removed(run_dir: RunDir) -> None:
+    path = save(run_dir, 7)
+    shutil.copytree(path, path.with_suffix(".old"))
+    found, _ = Checkpoints(run_dir).latest()
+    assert found is not None and found.path == run_dir.checkpoint(7)
