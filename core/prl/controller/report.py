@@ -38,6 +38,7 @@ class Report:
         hub: Hub,
         control: Control,
         warnings: Sequence[str] = (),
+        start_step: int = 0,
     ) -> None:
         self._config = config
         self._store = store
@@ -45,6 +46,7 @@ class Report:
         self._hub = hub
         self._control = control
         self._warnings = list(warnings)
+        self._start_step = start_step
         self._state: LoopState | None = None
         self._loop: Loop | None = None
         self._started = time.time()
@@ -84,7 +86,7 @@ class Report:
             "time": time.time(),
             "started": self._started,
             "steps": self._config.loop.steps,
-            "step": 0,
+            "step": self._start_step,
             "waiting_for": self._control.starting,
             "warnings": self._warnings,
             "roles": {
@@ -115,6 +117,8 @@ class Report:
             step_s=last.get("time/step"),
             ledger=state.ledger.counts(),
         )
+        if self._loop is not None:
+            document["warnings"] = [*self._warnings, *self._loop.evaluator.warnings]
         return document
 
     def _bottleneck(self, state: LoopState) -> str:
@@ -139,6 +143,7 @@ class Report:
             "outcome": outcome,
             "reason": reason,
             "steps": state.version,
+            "resumed_at": self._start_step or None,
             "seconds": round(time.monotonic() - self._mark, 3),
             "eval_first": loop.evaluator.first,
             "eval_last": loop.evaluator.last,

@@ -65,7 +65,7 @@ class Controller:
             self.token, run_dir.name, self.incarnation, self.start_step, {CONTROL: self.control.handle}
         )
         self.hub.on_left.append(self.sink.role_lost)
-        self.report = Report(self.config, self.store, self.sink, self.hub, self.control, self.warnings)
+        self.report = Report(self.config, self.store, self.sink, self.hub, self.control, self.warnings, self.start_step)
         self.signal_received = False
 
     @property

@@ -149,7 +149,10 @@ class Worker:
         if self.errors < LOGGED_ERRORS:
             self._log.error("task %r, attempt %d:\n%s", request.task.id, request.attempt + 1, "".join(lines).rstrip())
         tail = "\n".join("".join(lines).rstrip().splitlines()[-TRACEBACK_LINES:])
-        return _failed(request, "env_error", f"task {request.task.id!r}: {type(error).__name__}: {error}\n{tail}")
+        frames = traceback.extract_tb(error.__traceback__)
+        where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+        what = f"task {request.task.id!r}: {type(error).__name__}: {error}{where}"
+        return _failed(request, "env_error", f"{what}\n{tail}")
 
     def _checked(self, request: EpisodeRequest, episode: object) -> EpisodeReply:
         """The reply of a finished episode.

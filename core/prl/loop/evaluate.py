@@ -8,6 +8,7 @@ repeatable.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from prl.loop.episodes import request, stream, tried
 from prl.loop.state import LoopState
 from prl.messages import EpisodeRequest
 from prl.types import Outcome, Task
+
+log = logging.getLogger(__name__)
 
 FIRST_EPISODE_ID = 1 << 48
 """Evaluation episodes are numbered from here, far from training's."""
@@ -44,6 +47,7 @@ class Evaluator:
         self._due: list[int] = []
         self.first: float | None = None
         self.last: float | None = None
+        self.warnings: list[str] = []
         self.on_step(resumed)
 
     def on_step(self, step: int) -> None:
@@ -86,12 +90,28 @@ class Evaluator:
             for env in state.config.envs
             if f"eval/{env.label}/{table.metric}" in values
         ]
+        self._check_metric(values)
         if scores:
             self.last = sum(scores) / len(scores)
             self.first = self.last if self.first is None else self.first
             values["eval/score"] = self.last
         state.sink.metrics(step, values)
         state.progress = asyncio.get_running_loop().time()
+
+    def _check_metric(self, values: dict[str, float]) -> None:
+        """Say once of each environment that it does not return `eval.metric`: it would be missed without a word."""
+        metric = self._state.config.eval.metric
+        for env in self._state.config.envs:
+            prefix = f"eval/{env.label}/"
+            names = [name.removeprefix(prefix) for name in values if name.startswith(prefix)]
+            returned = [name for name in names if name not in ("episodes", "failed", "unfinished")]
+            if not returned or metric in returned:
+                continue
+            text = f"{env.label} returns no {metric!r}, which is eval.metric, so it has no score; it returns "
+            text += ", ".join(returned)
+            if text not in self.warnings:
+                self.warnings.append(text)
+                log.warning("%s", text)
 
     @property
     def _synchronous(self) -> bool:

@@ -72,7 +72,7 @@ class Generator:
             else:
                 group.failures[index] = outcome
                 state.ledger.fail(outcome.reason)
-            state.count_result(isinstance(outcome, Failure))
+            state.count_result(outcome if isinstance(outcome, Failure) else None)
         except Exception as error:
             self._error = self._error or error
             state.signal.notify()

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from prl.config.schema import RunConfig
 from prl.errors import RunFailed
-from prl.loop.groups import Group, Sample
+from prl.loop.groups import Failure, Group, Sample
 from prl.loop.ledger import Ledger
 from prl.loop.schedule import deadline, room
 from prl.loop.tasks import TaskSource
@@ -189,23 +189,29 @@ class LoopState:
                 "this model, or the reward function returns a constant. With incomplete_group, too many episodes failed"
             )
 
-    def count_result(self, failed: bool) -> None:
+    def count_result(self, failure: Failure | None) -> None:
         """Watch the share of failures over the last `failure_window` episodes.
 
         Raises:
             RunFailed: it is past `loop.max_failure_share`.
         """
         loop = self.config.loop
-        self.recent.append(failed)
+        self.recent.append(failure is not None)
         if len(self.recent) > loop.failure_window:
             self.recent.popleft()
-        if not failed or len(self.recent) < loop.failure_window:
+        if failure is None or len(self.recent) < loop.failure_window:
             return
         share = sum(self.recent) / len(self.recent)
         if share > loop.max_failure_share:
             worst = ", ".join(f"{reason} {count}" for reason, count in self.ledger.failed.most_common(3))
             raise RunFailed(
                 f"{share:.0%} of the last {len(self.recent)} episodes failed (limit loop.max_failure_share = "
-                f"{loop.max_failure_share:.0%}); failures so far: {worst}{self._hint()}. The logs of the environment "
-                "workers and of the gateway show why"
+                f"{loop.max_failure_share:.0%}); failures so far: {worst}{self._hint()}{_latest(failure)}. The logs of "
+                "the environment workers and of the gateway show more"
             )
+
+
+def _latest(failure: Failure) -> str:
+    """The first line of what was wrong with an episode, for a message about many."""
+    line = failure.message.partition("\n")[0]
+    return f"; the latest: {failure.reason}: {line[:300]}" if line else ""

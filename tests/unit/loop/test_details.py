@@ -130,6 +130,15 @@ def test_a_paused_or_stopping_run_starts_no_episode(change: Callable[[LoopState]
     assert requests_after(lambda state: None)[1] > 0, "nothing would have been started anyway"
 
 
+def test_an_environment_that_does_not_return_the_metric_of_the_evaluation_is_named_once() -> None:
+    config = fake_config(steps=4)
+    table = config.eval.model_copy(update={"tasks": 2, "every": 2, "metric": "exact"})
+    loop = Loop(fake_state(config.model_copy(update={"eval": table})), no_save)
+    clock.run(loop.run(), limit_s=1e6)
+    assert loop.evaluator.last is None
+    assert [text.partition(",")[0] for text in loop.evaluator.warnings] == ["fake returns no 'exact'"]
+
+
 def test_a_synchronous_evaluation_has_the_engines_to_itself() -> None:
     overlapping = 0
     evaluating = 0

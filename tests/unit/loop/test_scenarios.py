@@ -222,9 +222,9 @@ def test_a_group_with_too_few_members_is_dropped_and_drawn_again() -> None:
 
 def test_a_run_whose_episodes_mostly_fail_stops_loudly() -> None:
     fleet = FakeFleet()
-    runner = FakeRunner(fleet, fails=lambda request: EpisodeFailed("bad_logprobs"))
+    runner = FakeRunner(fleet, fails=lambda request: EpisodeFailed("bad_logprobs", "token 3 has none\nmore"))
     state = fake_state(fake_config(steps=5, failure_window=20, max_failure_share=0.5), runner=runner, fleet=fleet)
-    with pytest.raises(RunFailed, match=r"100% of the last 20 episodes failed.*bad_logprobs"):
+    with pytest.raises(RunFailed, match=r"100% of the last 20 .*the latest: bad_logprobs: token 3 has none\. The"):
         finish(state)
 
 
