@@ -174,6 +174,16 @@ def test_a_service_that_keeps_crashing_uses_its_budget_up(tmp_path: Path, capfd:
     assert run_dir.log("env-a", 0).read_text().count("=== ") == 3
 
 
+def test_a_service_that_was_given_something_wrong_is_not_tried_again(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    wrong = service("env-a", "import sys; sys.exit(2)", max_restarts=2)
+    code, run_dir = launch(tmp_path, controller(SLEEP), wrong)
+    assert code == 1
+    assert "env-a-0 ended with code 2" in capfd.readouterr().err
+    assert run_dir.log("env-a", 0).read_text().count("=== ") == 1
+
+
 def test_the_controller_is_told_at_once_and_decides_whether_a_role_was_needed(tmp_path: Path) -> None:
     code, run_dir = launch(
         tmp_path,

@@ -191,6 +191,7 @@ class Supervision:
     async def _service_ended(self, slot: Slot, code: int) -> None:
         """Report it to the controller; if it was needed, start it again or end the run."""
         can_restart = slot.role.restart == "on_failure" and slot.restarts < slot.role.max_restarts
+        can_restart = can_restart and code != UsageError.exit_code  # what it was told is wrong, and stays so
         what = how_it_ended(code) + (" although the run still needed it" if code == 0 else "")
         # One that ended well was most likely told to by a controller that failed, and whose answer is on its way.
         if code != 0 and not can_restart and self._phase == "running" and self._code is None:
