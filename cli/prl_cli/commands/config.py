@@ -49,7 +49,9 @@ def show(
 
 @app.command("explain")
 def explain(
-    key: Annotated[str, typer.Argument(metavar="[KEY]", help="A table or a key, such as loop or loop.steps.")] = "",
+    key: Annotated[
+        str, typer.Argument(metavar="[KEY]", help="A table or a key, such as loop, loop.steps or envs.jsonl.")
+    ] = "",
     configs: Annotated[
         list[Path] | None,
         typer.Argument(metavar="[CONFIG...]", help="Also show the value there, and the keys of the plugins it uses."),
@@ -60,7 +62,8 @@ def explain(
 ) -> None:
     """Say what a key means, its type and its default.
 
-    The keys of a plugin's table depend on the plugin: without a configuration, on the default one.
+    The keys of a plugin's table depend on the plugin: without a configuration, on the default one. Any other is named
+    as in envs.jsonl.
     """
     from prl.config.explain import explain as explained
     from prl.config.schema import RunConfig, SftConfig

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import typing
 from typing import Any, Literal
 
@@ -25,7 +26,8 @@ def explain(key: str, loaded: LoadedConfig[Any] | None = None, schema: type[Base
     """A few lines about one key, table, or (for "") the whole configuration.
 
     Args:
-        key: "loop.max_staleness", "engine.use", "envs.length", "envs.0.length".
+        key: "loop.max_staleness", "engine.use", "envs.length", "envs.0.length"; "envs.jsonl" and "envs.jsonl.path"
+            are of an installed plugin by its name.
         loaded: a configuration, to show the value of the key and choose the plugins whose keys are explained.
 
     Raises:
@@ -33,6 +35,13 @@ def explain(key: str, loaded: LoadedConfig[Any] | None = None, schema: type[Base
     """
     path = split(key)
     table = _plugin_table(path, schema)
+    named = _plugin_by_name(path, table)
+    if table is not None and named is not None and len(path) == 2:
+        return _explain_table(path, table, named)
+    if named is not None and len(path) == 3:
+        if path[2] not in named.model_fields:
+            raise _unknown(path, list(named.model_fields), schema)
+        return _explain_field(path, named.model_fields[str(path[2])], None)
     if table is not None and len(path) > 1 and isinstance(path[-1], str):
         return _explain_plugin_key(path, table, loaded, schema)
     inner = table_at(schema, path)
@@ -49,8 +58,13 @@ def _explain_table(path: Path, table: type[BaseModel], plugin: type[BaseModel] |
     lines = [dotted(path) or "the top level", *([f"  {own}"] if own else []), ""]
     known = {**table.model_fields, **(plugin.model_fields if plugin is not None else {})}
     width = max((len(name) for name in known), default=0)
-    described = {name: field.description or own_doc(table_at(table, (name,))) for name, field in known.items()}
-    lines += [f"  {name:{width}}  {first_line(text)}".rstrip() for name, text in described.items()]
+    defaults = {name: _short_default(field) for name, field in known.items()}
+    room = max((len(text) for text in defaults.values()), default=0)
+    for name, field in known.items():
+        text = " ".join((field.description or own_doc(table_at(table, (name,)))).split())
+        start = f"  {name:{width}}  {defaults[name]:{room}}  " if room else f"  {name:{width}}  "
+        # A line is no longer than those of the documentation, so that a terminal of that width breaks none.
+        lines += textwrap.wrap(text, 120, initial_indent=start, subsequent_indent=" " * len(start)) or [start.rstrip()]
     return "\n".join(lines) + "\n"
 
 
@@ -64,10 +78,22 @@ def _explain_plugin_key(
         return _explain_field(path, table.model_fields[name], loaded)
     plugin = _plugin_of(path[:-1], table, loaded, schema)
     if plugin is None:
-        raise ConfigError([f"{dotted(path)}: say which plugin `use` names: its keys depend on it"])
+        plugins = ", ".join(f"{path[0]}.{item.entry.name}" for item in registry.listing(table.kind))
+        raise ConfigError(
+            [f"{dotted(path)}: say which plugin, as in {plugins}, or add a CONFIG: its keys depend on it"]
+        )
     if name not in plugin.model_fields:
         raise _unknown(path, [*table.model_fields, *plugin.model_fields], schema)
     return _explain_field(path, plugin.model_fields[name], loaded)
+
+
+def _short_default(field: FieldInfo) -> str:
+    """The default as a column shows it; nothing for a table, and none that is long."""
+    default = field.get_default(call_default_factory=True)
+    if default is PydanticUndefined:
+        return "required"
+    text = "" if isinstance(default, BaseModel | list) else toml_value(default)
+    return text if len(text) <= 16 else "..."
 
 
 def _explain_field(
@@ -139,6 +165,16 @@ def _limits(field: FieldInfo) -> list[str]:
 
 def _plugin_table(path: Path, schema: type[BaseModel]) -> type[PluginTable] | None:
     return next((table for key, table, _ in plugin_tables(schema) if path and key == path[0]), None)
+
+
+def _plugin_by_name(path: Path, table: type[PluginTable] | None) -> type[BaseModel] | None:
+    """The schema of an installed plugin named in the path itself, as in "envs.jsonl", unless that is a key."""
+    if table is None or len(path) < 2 or path[1] in table.model_fields or path[1] not in registry.names(table.kind):
+        return None
+    try:
+        return registry.describe(table.kind, str(path[1])).config
+    except PluginError:
+        return None
 
 
 def _plugin_of(

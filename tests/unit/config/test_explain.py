@@ -40,9 +40,20 @@ def test_a_plugins_keys_are_explained(write: Callable[..., str]) -> None:
         explain("engine.memry")
     with pytest.raises(ConfigError, match="say which plugin"):
         explain("envs.length")
+    assert re.search(r"^  length +5? *\S* *Characters of a text\.$", explain("envs.hello"), re.MULTILINE)
+    assert "Characters of a text." in explain("envs.hello.length")
+    with pytest.raises(ConfigError, match="did you mean 'length'"):
+        explain("envs.hello.lenght")
     loaded = load_config([write("[model]\npath='a/b'\n[[envs]]\nuse='hello'\n")])
     assert "Characters of a text." in explain("envs.length", loaded)
     assert re.search(r"^    hello +Says hello\.$", explain("envs.use"), re.MULTILINE)
+
+
+def test_a_table_shows_defaults_and_whole_descriptions() -> None:
+    text = explain("loop")
+    assert re.search(r"^  steps +100 +Optimiser steps\.", text, re.MULTILINE)
+    assert max(map(len, text.splitlines())) <= 120
+    assert "in which no sample carried any signal." in " ".join(text.split())
 
 
 @pytest.mark.parametrize("key", ["lop", "loop.stepps", "loop.steps.x", "envs.0.x.y"])
