@@ -197,12 +197,9 @@ class _Live:
         down = [f"{p.role}-{p.replica} {p.state}" for p in state.processes if p.state == "restarting"]
         if down:
             grid.add_row("processes", ", ".join(down))
-        hint = (
-            "Ctrl-C: checkpoint and end; twice: end at once"
-            if state.phase == "running"
-            else "ending; Ctrl-C ends at once"
-        )
-        grid.add_row("", f"[dim]{hint}[/]")
+        hints = {"running": "Ctrl-C: checkpoint and end; twice: end at once", "stopping": "ending; Ctrl-C ends at once"}
+        if state.phase in hints:
+            grid.add_row("", f"[dim]{hints[state.phase]}[/]")
         return grid
 
     def close(self) -> None:

@@ -60,7 +60,12 @@ def lines(run: RunDir, summary: dict[str, Any], more: Sequence[tuple[str, str]] 
     if trained and steps is not None:
         head += f" after {output.number(steps)} steps"
     if isinstance(summary.get("seconds"), int | float) and trained:
-        head += f" in {output.duration(summary['seconds'])}"
+        # Seconds and busy shares count from the last start.
+        since, time = summary.get("resumed_at"), output.duration(summary["seconds"])
+        if isinstance(since, int) and isinstance(steps, int):
+            head += f", {output.number(steps - since)} of them in {time} since it was resumed"
+        else:
+            head += f" in {time}"
     facts = _results(summary) + _work(summary) if trained else _evaluation(run)
     return [head, *aligned([*facts, ("directory", str(run.path)), *more])]
 

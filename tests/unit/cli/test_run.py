@@ -13,6 +13,7 @@ import pytest
 from prl.plan import Plan
 from prl.rundir import RunDir
 from prl_cli import runs
+from prl_cli.summary import lines
 
 
 @pytest.fixture
@@ -259,3 +260,9 @@ def test_clean_does_not_follow_a_link(project: Path, first: RunDir, prl: Any) ->
     result = prl("run", "run.toml", "--clean", "--yes")
     assert result.exit_code == 2 and "is a link to" in result.stderr
     assert (kept / "config.json").is_file()
+
+
+def test_the_seconds_of_a_resumed_run_are_those_of_its_last_steps(first: RunDir) -> None:
+    summary = {"outcome": "completed", "steps": 120, "resumed_at": 86, "seconds": 12.0}
+    assert lines(first, summary)[0] == "first: completed after 120 steps, 34 of them in 12 s since it was resumed"
+    assert lines(first, summary | {"resumed_at": None})[0] == "first: completed after 120 steps in 12 s"
