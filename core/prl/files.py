@@ -103,14 +103,24 @@ def named(reference: str, base: Path | None = None) -> Any:
         raise PluginMissing(f"{reference}: there is no file {path}")
     module = _import(path, reference)
     if not hasattr(module, name):
-        public = ", ".join(sorted(key for key in vars(module) if not key.startswith("_"))) or "nothing"
-        raise PluginMissing(f"{reference}: {path.name} defines no {name}; it defines {public}")
+        raise PluginMissing(f"{reference}: {path.name} defines no {name}; it defines {_defined_in(module)}")
     found = getattr(module, name)
     if not callable(found) and not isinstance(found, Contribution):
         raise PluginBroken(
             f"{reference}: {name} is a {type(found).__name__}; a class, a function or a Contribution is needed"
         )
     return found
+
+
+def _defined_in(module: Any) -> str:
+    """What a file itself defines that could be meant; what it imports is left out."""
+    own = [
+        key
+        for key, value in vars(module).items()
+        if not key.startswith("_")
+        and (isinstance(value, Contribution) or getattr(value, "__module__", None) == module.__name__)
+    ]
+    return ", ".join(sorted(own)) or "nothing"
 
 
 def _split(reference: str, base: Path | None) -> tuple[Path, str]:

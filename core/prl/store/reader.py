@@ -33,6 +33,14 @@ class RunReader:
         self.run_dir = run_dir
         self.problems: list[str] = []
 
+    def __repr__(self) -> str:
+        """One line for a notebook. Raises nothing: a damaged file is met where it is read."""
+        try:
+            status = self.status or {}
+        except StoreError:
+            status = {}
+        return f"<run {self.run_dir.path}: {status.get('state', '?')}, step {status.get('step', '?')}>"
+
     @property
     def config(self) -> dict[str, Any] | None:
         return self._document(self.run_dir.config)
@@ -144,7 +152,9 @@ def open_run(path: Path | str) -> RunReader:
     """
     run_dir = RunDir(path)
     if not any(file.exists() for file in (run_dir.config, run_dir.metrics, run_dir.status)):
-        raise StoreError(f"{run_dir.path} is not a run directory: it has neither config.json nor metrics.jsonl")
+        raise StoreError(
+            f"{run_dir.path} is not a run directory, such as runs/first: it has neither config.json nor metrics.jsonl"
+        )
     return RunReader(run_dir)
 
 

@@ -98,8 +98,9 @@ def test_a_file_is_found_relative_to_the_base(folder: Path, monkeypatch: pytest.
 
 
 def test_what_is_missing_or_broken_is_said(folder: Path) -> None:
-    with pytest.raises(PluginMissing, match="defines no Nope; it defines .*Keywords"):
+    with pytest.raises(PluginMissing, match="defines no Nope; it defines .*Keywords") as missing:
         build("Nope")
+    assert "PluginConfig" not in str(missing.value), "what the file imports is nothing that it defines"
     with pytest.raises(PluginBroken, match="NUMBER is a int"):
         build("NUMBER")
     (folder / "bad.py").write_text("import no_such_library")

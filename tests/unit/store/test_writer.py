@@ -346,3 +346,10 @@ def test_a_closed_writer_refuses(run_dir: RunDir) -> None:
     writer.close()
     with pytest.raises(StoreError, match="closed"):
         writer.metrics(1, {})
+
+
+def test_a_run_shows_itself_in_one_line_even_when_its_status_is_damaged(run_dir: RunDir) -> None:
+    run_dir.status.write_text('{"state": "running", "step": 7}')
+    assert repr(open_run(run_dir.path)) == f"<run {run_dir.path}: running, step 7>"
+    run_dir.status.write_text('{"state": ')
+    assert repr(open_run(run_dir.path)) == f"<run {run_dir.path}: ?, step ?>"
