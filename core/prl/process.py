@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
+from prl import sockets
 from prl.errors import PrlError
 
 log = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ def run(name: str, body: Callable[[], int]) -> NoReturn:
     except Exception:
         log.exception("%s failed", name)
     log.info("%s ended with exit code %d after %.1f s", name, code, time.monotonic() - started)
+    sockets.let_go()  # the last answer, to SHUTDOWN, is still on its way
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -27,7 +27,7 @@ import msgspec
 import zmq
 import zmq.utils.monitor
 
-from prl import faults, remote
+from prl import faults, remote, sockets
 from prl.errors import PrlError, WireError
 from prl.messages import Method
 from prl.types import SCHEMA_VERSION
@@ -59,15 +59,6 @@ Handlers = Mapping[Method[Any, Any], Handler]
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_envelopes = msgspec.msgpack.Decoder(list[Envelope]).decode
-_context: zmq.Context[zmq.Socket[bytes]] | None = None
-
-
-def _shared_context() -> zmq.Context[zmq.Socket[bytes]]:
-    """One context per process; it is never terminated, so that closing a socket cannot block the exit."""
-    global _context
-    if _context is None:
-        _context = zmq.Context()
-    return _context
 
 
 class Peer:
@@ -145,10 +136,10 @@ class _Endpoint:
         self.ids = itertools.count(1)
         self._token = token.encode()
         self._handlers = {method.name: (method, handler) for method, handler in handlers.items()}
-        self._socket: zmq.Socket[bytes] = _shared_context().socket(socket_type)
+        self._socket: zmq.Socket[bytes] = sockets.context().socket(socket_type)
         for option in (zmq.SNDHWM, zmq.RCVHWM):
             self._socket.setsockopt(option, 0)
-        self._socket.setsockopt(zmq.LINGER, 200)
+        self._socket.setsockopt(zmq.LINGER, sockets.LINGER_MS)
         self._tasks: set[asyncio.Task[None]] = set()
         self._drain_scheduled = False
         self._closed = False
