@@ -20,7 +20,7 @@ from prl.errors import UsageError
 from prl.rundir import RunDir
 from prl_cli import failure, output, runs
 from prl_cli.progress import Progress
-from prl_cli.summary import show_summary
+from prl_cli.summary import PREEMPTED, show_summary
 
 if TYPE_CHECKING:
     from prl.config.schema import RunConfig, SftConfig
@@ -56,6 +56,8 @@ def start(config: AnyConfig, existing: Existing, *, quiet: bool = False, as_json
         write_inputs(run, config, plan)
         progress = stack.enter_context(Progress(run, quiet=quiet))
         code = int(launcher.run(plan, run, progress.on_tick))
+        if progress.cause and code not in (0, PREEMPTED, 130):
+            note_failure(run, progress.cause)
     show_summary(run, code, as_json=as_json, told=progress.cause != "")
     return code
 
@@ -137,6 +139,19 @@ def write_inputs(run: RunDir, config: AnyConfig, plan: Plan) -> None:
     atomic_write(run.token, secrets.token_hex(32).encode(), mode=0o600)
     atomic_write(run.plan, msgspec.json.format(msgspec.json.encode(plan), indent=2) + b"\n")
     write_lock(run, write_config(run, current), {"run": config.seed}, plugin_sources(current))
+
+
+def note_failure(run: RunDir, cause: str) -> None:
+    """Correct what the controller wrote: told to stop because another role had died, it took the run for stopped."""
+    import msgspec
+
+    from prl.store.files import atomic_write
+
+    for path, key, why in ((run.status, "state", "failed_reason"), (run.summary, "outcome", "reason")):
+        document = runs.read_json(path)
+        if document and document.get(key) not in ("failed", "completed"):
+            document.update({key: "failed", why: cause})
+            atomic_write(path, msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
 
 
 def plugin_sources(config: dict[str, Any]) -> dict[str, bytes]:

@@ -41,6 +41,7 @@ def list_runs(runs_dir: RunsDir = None, json: Json = False) -> None:
 def show(run: RunName, runs_dir: RunsDir = None, json: Json = False) -> None:
     """Show one run: state, results, checkpoints, logs."""
     from prl_cli import output, runs
+    from prl_cli.progress import waited_for
     from prl_cli.summary import aligned, lines
 
     found = runs.find(run, runs_dir)
@@ -56,7 +57,10 @@ def show(run: RunName, runs_dir: RunsDir = None, json: Json = False) -> None:
         ("checkpoints", ", ".join(map(str, checkpoints)) or "none"),
         ("logs", f"{found.logs}/ ({', '.join(logs)})" if logs else "none"),
     ]
-    facts += [(key.replace("_", " "), str(status[key])) for key in ("waiting_for", "failed_reason") if status.get(key)]
+    if status.get("waiting_for") and status.get("state") not in runs.ENDED:
+        facts.append(("waits for", waited_for(status)))
+    if status.get("failed_reason"):
+        facts.append(("failed", str(status["failed_reason"])))
     if summary:
         told = lines(found, summary, facts)
     else:

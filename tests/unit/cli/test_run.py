@@ -13,6 +13,7 @@ import pytest
 from prl.plan import Plan
 from prl.rundir import RunDir
 from prl_cli import runs
+from prl_cli.launching import note_failure
 from prl_cli.summary import lines
 
 
@@ -266,3 +267,17 @@ def test_the_seconds_of_a_resumed_run_are_those_of_its_last_steps(first: RunDir)
     summary = {"outcome": "completed", "steps": 120, "resumed_at": 86, "seconds": 12.0}
     assert lines(first, summary)[0] == "first: completed after 120 steps, 34 of them in 12 s since it was resumed"
     assert lines(first, summary | {"resumed_at": None})[0] == "first: completed after 120 steps in 12 s"
+
+
+def test_a_run_that_another_role_ended_is_a_failed_one(first: RunDir, prl: Any) -> None:
+    """Its controller was told to stop and wrote that it was stopped; the launcher knows better."""
+    first.control.mkdir(parents=True)
+    first.config.write_text("{}")
+    first.status.write_text('{"state": "stopped", "step": 0, "steps": 3, "waiting_for": "waiting for trainer"}')
+    note_failure(first, "env-x-0 ended with code 2: there is no file x.jsonl")
+    shown = prl("runs", "show", "first").stdout
+    assert shown.startswith("first: failed at step 0/3") and "no file x.jsonl" in shown
+    assert "waits for" not in shown, "nothing waits any more"
+    first.summary.write_text('{"outcome": "completed"}')
+    note_failure(first, "too late")
+    assert runs.read_json(first.summary) == {"outcome": "completed"}
