@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from prl import files
 from prl.contribution import API_VERSION, KINDS, Contribution, PluginConfig
@@ -206,9 +207,15 @@ def plugin_config(kind: str, name: str, table: Mapping[str, Any], *, base: Path 
         return validate_strictly(contribution.config, table)
     except ValidationError as error:
         label = _label(kind, name)
-        raise ConfigError(
-            [f"{label}: {'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()]
-        ) from error
+        raise ConfigError([f"{label}: {_key(problem)}: {problem['msg']}" for problem in error.errors()]) from error
+
+
+def _key(problem: ErrorDetails) -> str:
+    """Where a problem is: what `contribution.wrong` names, or where pydantic found it."""
+    where = [*map(str, problem["loc"])]
+    if problem["type"] == "prl":
+        where.append(problem["ctx"]["key"])
+    return ".".join(where)
 
 
 def build(kind: str, name: str, table: Mapping[str, Any] | None = None, *, base: Path | None = None) -> Any:

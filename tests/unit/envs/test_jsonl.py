@@ -115,9 +115,10 @@ def test_many_bad_lines_are_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"path": "/no/such/file.jsonl"}, "/no/such/file.jsonl: No such file"),
-        ({"reward": "./no_such_file.py:score"}, "there is no file"),
-        ({"reward": "reward"}, "not of the form"),
+        ({"path": "/no/such/file.jsonl"}, "path: there is no file /no/such/file.jsonl"),
+        ({"eval_path": "held_out.jsonl"}, "eval_path: there is no file held_out.jsonl"),
+        ({"reward": "./no_such_file.py:score"}, "reward: there is no file"),
+        ({"reward": "reward"}, "a function in a file is needed"),
     ],
 )
 def test_files_that_are_not_there(tmp_path: Path, settings: dict[str, Any], message: str) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, model_validator
 
-from prl.contribution import PluginConfig
+from prl.contribution import PluginConfig, wrong
 
 
 class ReverseTextConfig(PluginConfig):
@@ -89,3 +90,14 @@ class JsonlConfig(PluginConfig):
     """Draw training tasks in a seeded random order rather than in the order of the file."""
     seed: int = 0
     """Of that order."""
+
+    @model_validator(mode="after")
+    def _files_exist(self) -> JsonlConfig:
+        """Said before anything starts, and not by the environment's process when all others have started."""
+        files = {"path": self.path, "eval_path": self.eval_path, "reward": self.reward.rpartition(":")[0]}
+        if not files["reward"]:
+            raise wrong("reward", f"is {self.reward!r}; a function in a file is needed, as in './reward.py:score'")
+        for key, name in files.items():
+            if name and not Path(name).expanduser().is_file():
+                raise wrong(key, f"there is no file {name}")
+        return self

@@ -35,9 +35,9 @@ def build(config: JsonlConfig) -> JsonlEnv:
     score = files.named(config.reward)
     if isinstance(score, Contribution):
         raise ConfigError([f"jsonl: {config.reward} is a Contribution; a function score(task, text) is needed"])
-    train = read_tasks(Path(config.path), config.system)
+    train = read_tasks(Path(config.path).expanduser(), config.system)
     if config.eval_path:
-        held_out = read_tasks(Path(config.eval_path), config.system)
+        held_out = read_tasks(Path(config.eval_path).expanduser(), config.system)
         train = _without(train, held_out, config)
     else:
         held_out = [task for task in train if share(prompt_key(task), "jsonl") < config.held_out]
