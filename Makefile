@@ -29,6 +29,7 @@ setup: $(STAMP)
 $(STAMP): requirements.txt $(PROJECTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "prl needs Python 3.11 or newer; $(PYTHON) is older. Use: make PYTHON=python3.12 ..." >&2; exit 3; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing torch, transformers and prl into $(VENV): a minute or more"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "hatchling>=1.27" "editables>=0.5"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -r requirements.txt
 	@touch $@

@@ -126,7 +126,7 @@ def summary(names: Names, folder: Path, seconds: dict[str, float]) -> bool:
     print(f"  staleness, in versions              mean {staleness['mean']:.2f}, max {staleness['max']}")
     busy = f"engine {result['engine_busy']:.0%}, trainer {result['trainer_busy']:.0%}"
     print(f"  busy share of the time              {busy}")
-    print(f"\nmore: {Path(PRL).name} runs show {names.run}")
+    print(f"\nmore: {os.path.relpath(PRL)} runs show {names.run}")
     return bool(before <= AFTER_WARM_UP and after >= AT_THE_END)
 
 
