@@ -131,13 +131,25 @@ class Checkpoints:
 
         Args:
             verify: compare the sha256 of every file, not only its size.
+
+        Raises:
+            StoreError: there were complete ones, and every one of them is damaged now: starting over would throw away
+                what the run had written.
         """
         warnings: list[str] = []
+        damaged: list[str] = []
         for step, path in self._directories(warnings):
             try:
                 return Checkpoint(step, path, _checked(step, path, verify)), warnings
             except StoreError as error:
                 warnings.append(str(error))
+                if (path / MANIFEST).exists():
+                    damaged.append(str(error))
+        if damaged:
+            raise StoreError(
+                f"no checkpoint of {self._run_dir.path} can be used: {'; '.join(damaged)}. Restore one of them, or "
+                "start the run again with --clean"
+            )
         return None, warnings
 
     def prune(self, keep: int) -> list[int]:

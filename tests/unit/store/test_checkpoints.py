@@ -84,6 +84,13 @@ def test_a_damaged_checkpoint_is_passed_over(run_dir: RunDir, damage: str) -> No
     assert len(warnings) == 1 and "ignored" in warnings[0]
 
 
+def test_when_every_checkpoint_is_damaged_nothing_starts_over(run_dir: RunDir) -> None:
+    for step in (9, 10):
+        (save(run_dir, step) / "trainer" / "shards" / "model.safetensors").write_bytes(b"")
+    with pytest.raises(StoreError, match=r"no checkpoint of .* can be used: .*step_000010.*step_000009.*--clean"):
+        Checkpoints(run_dir).latest()
+
+
 def test_a_part_that_was_promised_and_not_saved(run_dir: RunDir) -> None:
     checkpoints = Checkpoints(run_dir)
     checkpoints.begin(1)
