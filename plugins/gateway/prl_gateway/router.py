@@ -8,6 +8,7 @@ that comes back is announced by the controller.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -121,11 +122,9 @@ class Router:
         times = [engine.usable_at for engine in self._engines.values() if engine.serving]
         timeout = max(0.001, min(times) - loop.time()) if times else None
         changed = self._changed
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 await changed.wait()
-        except TimeoutError:
-            pass
 
     def _failed(self, engine: Engine, error: WireError) -> None:
         self.retries += 1
