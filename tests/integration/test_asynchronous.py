@@ -79,8 +79,8 @@ def test_evaluation_goes_on_beside_training(resumed: Run) -> None:
 
 @pytest.mark.xfail(
     strict=False,
-    reason="known defect: an evaluation that ends after the step of the checkpoint was sealed is filed with a later step, "
-    "and a resume drops that file but keeps the evaluation's line of metrics",
+    reason="known defect: an evaluation that ends after the checkpoint's step was sealed is filed with a later step; "
+    "a resume drops that file and keeps the evaluation's line of metrics",
 )
 def test_every_evaluation_keeps_its_episodes(resumed: Run) -> None:
     evaluated = [row["step"] for row in resumed.metrics() if "eval/score" in row]
