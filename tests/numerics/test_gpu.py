@@ -12,6 +12,7 @@ from prl.testing.numerics import assert_parity, relative_error
 from prl_models.batch import PackedBatch
 from prl_models.blocks.attention import packed_attention
 from prl_models.blocks.packing import Packing
+from prl_models.options import ModelOptions
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 LENGTHS = [300, 1, 40, 513, 77, 1024, 5]
@@ -71,7 +72,7 @@ def test_a_model_in_float32_equals_the_cpu(folder: Path) -> None:
     ones = np.ones(len(targets), np.float32)
     found = []
     for device in (torch.device("cpu"), torch.device("cuda")):
-        model = HfProvider().load(str(folder), device)
+        model = HfProvider().load(str(folder), ModelOptions(device=device))
         logprobs, entropy = model(PackedBatch.build(ids, bounds, targets, ones, device))
         (logprobs.mean() + entropy.mean()).backward()
         gradients = [parameter.grad.cpu() for parameter in model.parameters()]

@@ -13,6 +13,7 @@ from prl.testing.numerics import assert_parity
 from prl_models.batch import PackedBatch
 from prl_models.blocks.attention import packed_attention
 from prl_models.blocks.packing import Packing, shared_prefixes
+from prl_models.options import ModelOptions
 
 CPU = torch.device("cpu")
 
@@ -119,7 +120,7 @@ def test_a_packed_model_equals_transformers_on_each_document(folder: Path, share
     expected = torch.cat(values, 1)
     (expected * weight).sum().backward()
 
-    model = HfProvider().load(str(folder), CPU)
+    model = HfProvider().load(str(folder), ModelOptions())
     batch = PackedBatch.build(ids, bounds, targets, np.ones(len(targets), np.float32), CPU, share=share)
     assert (batch.packing.num_tokens < len(ids)) == share
     found = torch.stack(model(batch))
@@ -137,7 +138,7 @@ def test_weights_have_the_names_and_bits_of_the_folder(folder: Path) -> None:
     from prl.testing.numerics import assert_same_bits
     from prl_models.hf import HfProvider
 
-    model = HfProvider().load(str(folder), CPU)
+    model = HfProvider().load(str(folder), ModelOptions())
     assert_same_bits(load_file(folder / "model.safetensors"), dict(model.disk_tensors(lambda tensor: tensor)))
 
 
@@ -150,7 +151,7 @@ def test_stateful_models_are_refused_by_name(tmp_path: Path) -> None:
     config = t.MambaConfig(vocab_size=32, hidden_size=16, state_size=4, num_hidden_layers=1)
     t.MambaForCausalLM(config).save_pretrained(tmp_path)
     with pytest.raises(EnvironmentNotFit, match="'mamba' cannot be trained.*leak"):
-        HfProvider().load(str(tmp_path), CPU)
+        HfProvider().load(str(tmp_path), ModelOptions())
 
 
 def test_a_head_that_is_more_than_a_product_is_refused(tmp_path: Path) -> None:
@@ -163,4 +164,4 @@ def test_a_head_that_is_more_than_a_product_is_refused(tmp_path: Path) -> None:
     config = t.GraniteConfig(vocab_size=61, logits_scaling=8.0, num_key_value_heads=4, **keys)
     t.GraniteForCausalLM(config).save_pretrained(tmp_path)
     with pytest.raises(EnvironmentNotFit, match="head is more than a matrix"):
-        HfProvider().load(str(tmp_path), CPU)
+        HfProvider().load(str(tmp_path), ModelOptions())

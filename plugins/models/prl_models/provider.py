@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from prl.errors import ConfigError, PluginError
 from prl_models.batch import PackedBatch
+from prl_models.options import Kernels, ModelOptions
 
+Place = Callable[[Tensor, Tensor], Tensor]
+"""This rank's part of a whole tensor, placed as another tensor is."""
 Gather = Callable[[Tensor], Tensor]
 """Makes a whole tensor of a sharded one; the identity where nothing is sharded."""
 
@@ -24,10 +26,14 @@ Gather = Callable[[Tensor], Tensor]
 class PackedModel(Protocol):
     """A causal language model over packed documents; an `nn.Module` with float32 parameters after loading.
 
-    `vocab_size` bounds token ids. `blocks` are the repeated layers, the units of sharding and recomputation.
+    `vocab_size` bounds token ids. `blocks` are the repeated layers, the units of sharding and recomputation. `casts`:
+    it converts float32 weights to the precision of the forward pass where it uses them, so that one process needs no
+    second copy. `kernels` are those it took.
     """
 
     vocab_size: int
+    casts: bool
+    kernels: Kernels
 
     @property
     def blocks(self) -> list[nn.Module]: ...
@@ -36,13 +42,18 @@ class PackedModel(Protocol):
         """Log-probabilities f32[N] and entropies f32[N] of `batch.targets`, both differentiable."""
         ...
 
+    def fill(self, place: Place) -> None:
+        """After `ModelOptions.deferred` and sharding: read every parameter that is still without a value from the
+        folder, one at a time; `place(whole, like)` makes this rank's part. Nothing to do for a model that is loaded."""
+        ...
+
     def disk_tensors(self, gather: Gather) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) as in a Hugging Face folder, tied weights once, each tensor gathered when it is reached."""
         ...
 
 
 class ModelProvider(Protocol):
-    def load(self, path: str, device: torch.device) -> PackedModel:
+    def load(self, path: str, options: ModelOptions) -> PackedModel:
         """A model from a folder in the Hugging Face format, or a name on a hub, with float32 parameters.
 
         Raises:
@@ -51,7 +62,7 @@ class ModelProvider(Protocol):
         ...
 
 
-def load_model(path: str, impl: str, device: torch.device) -> PackedModel:
+def load_model(path: str, impl: str, options: ModelOptions) -> PackedModel:
     """Load with the provider that `impl` ("auto", "custom", "hf") means for this model.
 
     Raises:
@@ -60,7 +71,7 @@ def load_model(path: str, impl: str, device: torch.device) -> PackedModel:
     from prl import registry
 
     provider: ModelProvider = registry.build("models", provider_name(path, impl), {})
-    return provider.load(path, device)
+    return provider.load(path, options)
 
 
 def provider_name(path: str, impl: str) -> str:

@@ -37,13 +37,13 @@ def trained(config: RunConfig, at: Path) -> Trainer:
 
 def test_recomputing_changes_no_bit(model: Path, tmp_path: Path) -> None:
     kept = trained(run_config(model), tmp_path / "kept")
-    recomputed = trained(run_config(model, recompute=True), tmp_path / "recomputed")
+    recomputed = trained(run_config(model, recompute="full"), tmp_path / "recomputed")
     assert_same_bits(state(kept), state(recomputed))
     assert kept.publish(2).num_bytes == recomputed.publish(2).num_bytes
 
 
 def test_recomputing_computes_again(model: Path, tmp_path: Path) -> None:
-    trainer = Trainer(run_config(model, recompute=True), tmp_path, CPU)
+    trainer = Trainer(run_config(model, recompute="full"), tmp_path, CPU)
     calls = []
     inner = trainer.learner.model.blocks[0].self_attn
     inner.register_forward_hook(lambda *_: calls.append(1))
@@ -51,9 +51,9 @@ def test_recomputing_computes_again(model: Path, tmp_path: Path) -> None:
     assert len(calls) == 2
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", ["none", "full"])
 def test_bfloat16_computes_with_copies_of_float32_parameters(
-    model: Path, tmp_path: Path, group: None, recompute: bool
+    model: Path, tmp_path: Path, group: None, recompute: str
 ) -> None:
     config = run_config(model, recompute=recompute, lr=1e-3)
     exact, rounded = trained(config, tmp_path / "exact"), trained(in_bfloat16(config), tmp_path / "rounded")

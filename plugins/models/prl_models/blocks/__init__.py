@@ -1,1 +1,10 @@
-"""Building blocks that do not know a model family."""
+"""What models are built of.
+
+packing.py     where the documents of a row are
+attention.py   causal attention over them
+kernel.py      the seam of attention kernels
+context.py     several ranks, one row
+ops.py         the seam of the operations between matrix products
+head.py        log-probabilities and entropies without a [tokens, vocabulary] matrix
+lora.py        low-rank adapters
+"""

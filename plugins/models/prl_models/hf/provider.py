@@ -21,7 +21,8 @@ from prl.errors import ConfigError, EnvironmentNotFit
 from prl_models.batch import PackedBatch
 from prl_models.blocks.attention import packed_attention
 from prl_models.blocks.head import logprobs_and_entropy
-from prl_models.provider import Gather
+from prl_models.options import Kernels, ModelOptions
+from prl_models.provider import Gather, Place
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ def build(config: PluginConfig) -> HfProvider:
 
 
 class HfProvider:
-    def load(self, path: str, device: torch.device) -> HfModel:
+    def load(self, path: str, options: ModelOptions) -> HfModel:
         """Load with float32 parameters.
 
         Raises:
@@ -50,12 +51,15 @@ class HfProvider:
         refuse_stateful(model)
         packed = HfModel(model.eval())
         check_packing(packed)
-        return packed.to(device)
+        return packed.to(options.device)
 
 
 class HfModel(nn.Module):
     """A `PackedModel` around an unmodified transformers model. Evaluation mode throughout: dropout would make the
     trainer's probabilities differ from the engine's."""
+
+    casts = False
+    kernels = Kernels()
 
     def __init__(self, hf: PreTrainedModel) -> None:
         super().__init__()
@@ -81,6 +85,9 @@ class HfModel(nn.Module):
         if batch.predictions is None:
             return logprobs, entropy
         return logprobs.index_select(0, batch.predictions), entropy.index_select(0, batch.predictions)
+
+    def fill(self, place: Place) -> None:
+        """Nothing: transformers loads the whole model."""
 
     def disk_tensors(self, gather: Gather) -> Iterator[tuple[str, Tensor]]:
         names = list(self._named_tensors())

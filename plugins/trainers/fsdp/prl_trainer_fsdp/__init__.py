@@ -4,6 +4,8 @@ plugin.py, config.py   the declaration
 role.py                its part of a run's plan
 __main__.py            the process: answers the controller while one thread trains
 trainer.py             what the controller asks for: train, publish, release, checkpoint
+assembly.py            from a configuration to a sharded model
+memory.py              recomputation and offloading
 learner.py             a model, its loss and its optimiser: one step on packed rows
 rows.py                a packed row on its device
 optim.py               schedules, AdamW, clipping

@@ -8,8 +8,33 @@ from pydantic import Field, model_validator
 
 from prl.contribution import PluginConfig, wrong
 
+Attention = Literal["auto", "flash4", "flash2", "cudnn", "flex", "varlen", "padded"]
+Operations = Literal["auto", "triton", "liger", "quack", "torch"]
+
+
+class KernelsTable(PluginConfig):
+    """What computes attention and the small operations between matrix products."""
+
+    attention: Attention = "auto"
+    """FlashAttention 4 or 2, cuDNN, FlexAttention, torch's varlen, or padded batches through torch's own attention."""
+    operations: Operations = "auto"
+    """Norms, rotary embeddings, gated activations, the head: our own Triton kernels, Liger's, quack's, or torch's."""
+
+
+class LoraTable(PluginConfig):
+    """Low-rank adapters: the model stays as it is, and two small matrices beside each chosen one are trained."""
+
+    rank: int = Field(16, ge=1)
+    """Rows of A and columns of B."""
+    alpha: float = Field(32.0, gt=0)
+    """What is added is B A x, times alpha / rank."""
+    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    """Last parts of the names of the layers that get adapters."""
+
 
 class FsdpConfig(PluginConfig):
+    optimizer: Literal["adamw", "muon", "sgd"] = "adamw"
+    """"muon" orthogonalises the momentum of the layers' matrices and gives all else to AdamW."""
     lr: float = Field(1e-6, gt=0)
     """Learning rate at its highest."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -24,15 +49,36 @@ class FsdpConfig(PluginConfig):
     """AdamW's averaging of gradients and of their squares."""
     eps: float = Field(1e-8, gt=0)
     """AdamW: added to the root of the averaged squares."""
+    momentum: float = Field(0.95, ge=0, lt=1)
+    """Muon's and SGD's averaging of gradients."""
     weight_decay: float = Field(0.0, ge=0)
-    """AdamW's decay of matrices; vectors (norms, biases) never decay."""
+    """Decay of matrices; vectors (norms, biases) never decay."""
     max_grad_norm: float = Field(1.0, ge=0)
     """Gradients with a larger norm are scaled down to it; 0 never scales."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """"auto" takes a GPU where there is one."""
-    recompute: bool = False
-    """Keep only the inputs of every layer and compute it again in the backward pass: about a third more work, a
-    fraction of the memory."""
+    dp_replicate: int = Field(1, ge=1)
+    """Copies of the sharded model, for many nodes: parameters travel within a copy, only gradients between them."""
+    dp_shard: int = Field(0, ge=0)
+    """Ranks that share one copy of parameters and optimiser and have samples of their own; 0: all that remain."""
+    cp: int = Field(1, ge=1)
+    """Context parallelism: ranks that share every row, for sequences too long for one."""
+    cp_style: Literal["ulysses", "ring"] = "ulysses"
+    """"ulysses" exchanges heads for tokens and needs cp to divide the heads; "ring" passes keys and values round."""
+    ep: int = Field(1, ge=1)
+    """Expert parallelism: ranks among which the experts of a layer are divided; inside dp_shard x cp."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """What is computed again in the backward pass instead of kept: nothing; all of a layer but its attention; all."""
+    offload_activations: bool = False
+    """Keep what the backward pass needs of each layer in the host's memory."""
+    offload_optimizer: bool = False
+    """Keep the optimiser's state in the host's memory."""
+    compile: bool = False
+    """Compile each layer with torch.compile. Worth trying where no fused kernels are to be had."""
+    kernels: Literal["auto"] | KernelsTable = "auto"
+    """"auto" takes the fastest that is installed and works here, and says which and why."""
+    lora: LoraTable | None = None
+    """Train low-rank adapters instead of the whole model."""
 
     @model_validator(mode="after")
     def _schedule_has_an_end(self) -> FsdpConfig:

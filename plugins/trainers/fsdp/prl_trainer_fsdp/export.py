@@ -12,6 +12,7 @@ from prl.config.schema import ModelTable
 from prl.errors import StoreError
 from prl.rundir import RunDir
 from prl_models.hf.export import export_hf
+from prl_models.options import ModelOptions
 from prl_models.provider import load_model
 from prl_trainer_fsdp.checkpoint import MODEL, check_same_model, read_facts, verify
 from prl_trainer_fsdp.learner import disk_tensors
@@ -23,7 +24,7 @@ def export(run_dir: RunDir, step: int, table: ModelTable, out: Path) -> None:
     Raises:
         StoreError: the checkpoint is damaged or of another model, or `out` cannot be written.
     """
-    model = load_model(table.path, table.impl, torch.device("cpu"))
+    model = load_model(table.path, table.impl, ModelOptions())
     load_weights(model, run_dir.checkpoint(step) / "trainer")
     export_hf(disk_tensors(model, table.dtype, lambda tensor: tensor), table.path, out)
 

@@ -15,11 +15,12 @@ from prl.errors import RunFailed
 from prl.loss import Loss
 from prl.rows import PackedRow
 from prl_models.batch import PackedBatch
-from prl_models.provider import Gather, load_model
+from prl_models.provider import Gather
+from prl_trainer_fsdp.assembly import assemble
 from prl_trainer_fsdp.config import FsdpConfig
 from prl_trainer_fsdp.metrics import StepMetrics
 from prl_trainer_fsdp.optim import adamw, clip, learning_rate
-from prl_trainer_fsdp.parallel import Runtime, gather, recompute, reshard, shard
+from prl_trainer_fsdp.parallel import Runtime, gather, reshard
 from prl_trainer_fsdp.rows import DeviceRow, device_row, empty_row
 
 
@@ -31,12 +32,7 @@ class Learner:
         self.loss = loss
         self.runtime = runtime
         self.dtype = table.dtype
-        self.model: Any = load_model(table.path, table.impl, runtime.device)
-        blocks = self.model.blocks
-        if config.recompute:
-            for block in blocks:
-                recompute(block)
-        shard(self.model, blocks, runtime, table.dtype)
+        self.model: Any = assemble(table, config, runtime)
         self.optimizer = adamw(config, self.parameters())
         self.steps = 0
 

@@ -9,7 +9,6 @@ Every loss is divided by denominators of the whole step, so gradients of ranks a
 from __future__ import annotations
 
 import ctypes
-import functools
 import os
 import sys
 from collections.abc import Mapping
@@ -22,7 +21,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils.checkpoint import checkpoint
 
 from prl.errors import EnvironmentNotFit
 from prl_trainer_fsdp.ranks import MEETING_PLACE
@@ -88,12 +86,6 @@ def shard(model: nn.Module, blocks: list[nn.Module], runtime: Runtime, dtype: st
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
-
-
-def recompute(block: nn.Module) -> None:
-    """Keep only the block's inputs and compute it again in the backward pass. Its forward is replaced rather than the
-    block wrapped, so that parameters keep their names; call it before `shard`, whose hooks stay outside."""
-    block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
 
 
 def reshard(model: nn.Module) -> None:

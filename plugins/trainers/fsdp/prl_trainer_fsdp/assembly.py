@@ -1,0 +1,48 @@
+"""From a configuration to a model that is ready to train. The order matters:
+
+structure (with adapters) -> recomputation -> compilation -> sharding -> values.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from prl.config.schema import ModelTable
+from prl_models.blocks.lora import Lora
+from prl_models.options import Kernels, ModelOptions
+from prl_models.provider import load_model
+from prl_trainer_fsdp.config import FsdpConfig
+from prl_trainer_fsdp.memory import recompute
+from prl_trainer_fsdp.parallel import Runtime, scatter_like, shard
+
+log = logging.getLogger(__name__)
+
+
+def assemble(table: ModelTable, config: FsdpConfig, runtime: Runtime) -> Any:
+    """A `PackedModel`, sharded over the runtime's ranks.
+
+    Raises:
+        ConfigError, EnvironmentNotFit: the model cannot be loaded, or not with this configuration.
+    """
+    model: Any = load_model(table.path, table.impl, options(table, config, runtime))
+    if config.recompute != "none":
+        for block in model.blocks:
+            recompute(block)
+    shard(model, model.blocks, runtime, table.dtype)
+    model.fill(scatter_like)
+    return model
+
+
+def options(table: ModelTable, config: FsdpConfig, runtime: Runtime) -> ModelOptions:
+    kernels = Kernels() if config.kernels == "auto" else Kernels(**config.kernels.model_dump())
+    lora = config.lora
+    return ModelOptions(
+        device=runtime.device,
+        dtype=getattr(torch, table.dtype),
+        kernels=kernels,
+        lora=None if lora is None else Lora(lora.rank, lora.alpha, lora.targets),
+        deferred=runtime.world > 1,
+    )
