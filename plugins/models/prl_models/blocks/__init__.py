@@ -3,7 +3,8 @@
 packing.py     where the documents of a row are
 attention.py   causal attention over them
 kernel.py      the seam of attention kernels
-context.py     several ranks, one row
+context.py     what models call: attention, also where several ranks share a row
+cache.py       attention kept for recomputation
 ops.py         the seam of the operations between matrix products
 head.py        log-probabilities and entropies without a [tokens, vocabulary] matrix
 lora.py        low-rank adapters

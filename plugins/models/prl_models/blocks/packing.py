@@ -18,6 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from prl_models.blocks.kernel import Spans
+
 Ints = NDArray[np.int64]
 
 _ALWAYS_TOGETHER = 32
@@ -69,6 +71,11 @@ class Packing:
         """i32[documents + 1] on the row's device."""
         bounds = np.append(self.starts, self.starts[-1] + self.lengths[-1]).astype(np.int32)
         return torch.from_numpy(bounds).to(self.device)
+
+    @cached_property
+    def spans(self) -> Spans:
+        """Every document, as queries and as keys."""
+        return Spans(self.cu_seqlens, self.cu_seqlens, self.max_length, self.max_length)
 
     @cached_property
     def buckets(self) -> list[Bucket]:
