@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,11 @@ from prl_trainer_fsdp.rows import DeviceRow, device_row, empty_row
 
 
 class Learner:
-    """Parameters are float32; `table.dtype` is the precision of forward and backward. `steps` counts updates."""
+    """Parameters are float32; `table.dtype` is the precision of forward and backward. `steps` counts updates.
+
+    `mark` is told which part of a step begins: for every row "rows", "forward", "backward" and "metrics", then
+    "optimizer" and "metrics" once.
+    """
 
     def __init__(self, table: ModelTable, config: FsdpConfig, loss: Loss, runtime: Runtime) -> None:
         self.config = config
@@ -35,6 +39,7 @@ class Learner:
         self.model: Any = assemble(table, config, runtime)
         self.optimizer = adamw(config, self.parameters())
         self.steps = 0
+        self.mark: Callable[[str], None] = _unmarked
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Named as in transformers, tied ones once."""
@@ -52,9 +57,11 @@ class Learner:
         """
         metrics = StepMetrics(self.runtime)
         for row in self._computed(rows):
+            self.mark("rows")
             real = row.num_tokens > 0
             on_device = device_row(row if real else empty_row(), self.runtime.device)
             self._accumulate(on_device, denominators, version, real, metrics)
+        self.mark("optimizer")
         norm = float(clip([parameter for _, parameter in self.parameters()], self.config.max_grad_norm))
         if not math.isfinite(norm):
             self.optimizer.zero_grad(set_to_none=True)
@@ -68,6 +75,7 @@ class Learner:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.steps += 1
+        self.mark("metrics")
         return {**metrics.reduce(), "train/grad_norm": norm, "train/lr": rate}
 
     @torch.no_grad()
@@ -104,14 +112,21 @@ class Learner:
     def _accumulate(
         self, row: DeviceRow, denominators: dict[str, float], version: int, real: bool, metrics: StepMetrics
     ) -> None:
+        self.mark("forward")
         logprobs, entropy = self.model(row.batch)
         outputs = self.loss(row.loss_inputs(logprobs, entropy, version, denominators))
+        self.mark("backward")
         loss: Tensor = outputs.loss
         if not real:
             # Every rank's graph must hold every collective, also where the loss ignores its inputs.
             loss = loss * 0.0 + (logprobs.sum() + entropy.sum()) * 0.0
         loss.backward()
+        self.mark("metrics")
         metrics.add_row(row, logprobs.detach(), entropy.detach(), outputs, version, real)
+
+
+def _unmarked(part: str) -> None:
+    """Nobody measures."""
 
 
 def disk_tensors(model: Any, dtype: str, gather: Gather) -> Iterator[tuple[str, Tensor]]:
