@@ -4,6 +4,8 @@ packing.py     where the documents of a row are
 attention.py   causal attention over them
 kernel.py      the seam of attention kernels
 context.py     what models call: attention, also where several ranks share a row
+ulysses.py     its exchange of heads for tokens
+ring.py        its keys and values from rank to rank
 cache.py       attention kept for recomputation
 ops.py         the seam of the operations between matrix products
 head.py        log-probabilities and entropies without a [tokens, vocabulary] matrix

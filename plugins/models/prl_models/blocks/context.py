@@ -7,16 +7,22 @@ tokens around the kernel (`ulysses.py`); in a ring keys and values travel from r
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import lcm
 from typing import Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
+from prl.errors import ConfigError, EnvironmentNotFit
 from prl_models.blocks.attention import packed_attention
 from prl_models.blocks.cache import remembered
 from prl_models.blocks.kernel import AttentionKernel, Spans
 from prl_models.blocks.packing import Packing
+from prl_models.blocks.ring import ring_attention, zigzag
+from prl_models.blocks.ulysses import heads_to_tokens, tokens_to_heads
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,71 @@ class ContextParallel:
     @property
     def rank(self) -> int:
         return dist.get_rank(self.group)
+
+    def padded(self, tokens: int) -> int:
+        """The length that a row of so many tokens is brought to: a multiple of the number of equal parts."""
+        parts = self.size * (2 if self.style == "ring" else 1)
+        return tokens + -tokens % parts
+
+    def places(self, tokens: int) -> NDArray[np.int64]:
+        """The places of a row of padded length that this rank computes, in its order."""
+        if self.style == "ring":
+            return zigzag(tokens, self.size, self.rank)
+        part = tokens // self.size
+        return np.arange(self.rank * part, (self.rank + 1) * part)
+
+
+def check_heads(
+    heads: int, kv_heads: int, cp: int, style: Literal["ulysses", "ring"], window: int | None = None
+) -> None:
+    """Whether `cp` ranks can share the rows of a model with so many heads.
+
+    Raises:
+        ConfigError: its heads cannot be divided among the ranks, or its layers have a sliding window under "ring".
+    """
+    if cp == 1:
+        return
+    if style == "ring":
+        if window is not None:
+            raise ConfigError(
+                [
+                    f'trainer.cp_style = "ring" cannot compute the sliding window of {window} tokens that layers of '
+                    'this model have: use "ulysses"'
+                ]
+            )
+        return
+    if heads % lcm(kv_heads, cp):
+        fitting = [n for n in range(2, heads + 1) if heads % lcm(kv_heads, n) == 0]
+        raise ConfigError(
+            [
+                f"trainer.cp = {cp} cannot divide the {heads} attention heads of this model (with {kv_heads} "
+                f'key/value heads): use cp = {", ".join(map(str, fitting)) or 1}, or cp_style = "ring"'
+            ]
+        )
+
+
+def sum_over_context(values: Tensor, context: ContextParallel | None) -> Tensor:
+    """The sum of every rank's `values`, on each of them.
+
+    The gradient is passed on as it is: every rank computes the same loss of the whole row, and its own values have
+    that gradient. Summed over ranks, gradients of parameters are then those of one process.
+    """
+    if context is None:
+        return values
+    total: Tensor = _Sum.apply(values, context.group)
+    return total
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, values, group):  # type: ignore[no-untyped-def]
+        total = values.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        return grad, None
 
 
 def attend(
@@ -62,11 +133,23 @@ def attend(
     """
     if window is not None and window >= packing.max_length:
         window = None
-    if context is not None:
-        raise NotImplementedError("context parallelism follows")
+    if context is None:
+        return _alone(query, key, value, packing, scale, window, kernel)
+    if context.style == "ulysses":
+        q, k, v = tokens_to_heads(query, key, value, context.group)
+        return heads_to_tokens(_alone(q, k, v, packing, scale, window, kernel), context.group)
+    if window is not None or kernel is None:
+        missing = "a kernel that returns its sums of exponentials" if kernel is None else "attention without a window"
+        raise EnvironmentNotFit(f'cp_style = "ring" needs {missing}: use "ulysses"')
+    return ring_attention(query, key, value, packing, scale, kernel, context.group)
+
+
+def _alone(
+    q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float, window: int | None, kernel: AttentionKernel | None
+) -> Tensor:
     if kernel is None or packing.token_of is not None:
-        return packed_attention(query, key, value, packing, scale, window)
-    return kernel_attention(query, key, value, packing.spans, scale, window, kernel)
+        return packed_attention(q, k, v, packing, scale, window)
+    return kernel_attention(q, k, v, packing.spans, scale, window, kernel)
 
 
 def kernel_attention(

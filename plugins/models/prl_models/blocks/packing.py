@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,6 +20,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from prl_models.blocks.kernel import Spans
+
+if TYPE_CHECKING:
+    from prl_models.blocks.ring import RingPlan
 
 Ints = NDArray[np.int64]
 
@@ -65,6 +69,7 @@ class Packing:
         self.token_of = token_of
         self.num_tokens = int(bounds[-1]) if token_of is None else int(token_of.max()) + 1
         self.max_length = int(self.lengths.max())
+        self.plans: dict[tuple[int, int], RingPlan] = {}
 
     @cached_property
     def cu_seqlens(self) -> Tensor:
