@@ -7,7 +7,8 @@ import torch
 from pydantic import ValidationError
 
 from prl_trainer_fsdp.config import FsdpConfig
-from prl_trainer_fsdp.optim import adamw, clip, learning_rate
+from prl_trainer_fsdp.optim import Optimizer, clip
+from prl_trainer_fsdp.schedules import learning_rate
 
 
 def rates(steps: int, **keys: object) -> list[float]:
@@ -38,9 +39,9 @@ def test_a_schedule_needs_an_end() -> None:
 
 def test_only_matrices_decay() -> None:
     matrix, vector = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))
-    optimizer = adamw(FsdpConfig(lr=0.5, weight_decay=0.1), [("m", matrix), ("v", vector)])
+    optimizer = Optimizer(FsdpConfig(weight_decay=0.1), [("m", matrix), ("v", vector)])
     matrix.grad, vector.grad = torch.zeros(2, 2), torch.zeros(2)
-    optimizer.step()
+    optimizer.step(0.5)
     assert torch.allclose(matrix, torch.full((2, 2), 0.95)) and torch.equal(vector, torch.ones(2))
 
 

@@ -1,7 +1,7 @@
 """The trainer's part of a checkpoint: safetensors and JSON, nothing that runs code when it is read.
 
     model.safetensors       float32 parameters by their names in transformers
-    optimizer.safetensors   "exp_avg.NAME", "exp_avg_sq.NAME", "step.NAME"
+    optimizer.safetensors   the optimiser's state: of AdamW "exp_avg.NAME", "exp_avg_sq.NAME", "step.NAME"
     trainer.json            steps, version, random state, and size and sha256 of the two above; written last
 
 Sharded tensors are gathered on every rank and written by the leader; every rank reads the whole and keeps its part, so
@@ -29,7 +29,6 @@ from prl_trainer_fsdp.learner import Learner
 from prl_trainer_fsdp.parallel import gather, scatter_like
 
 MODEL, OPTIMIZER, FACTS = "model.safetensors", "optimizer.safetensors", "trainer.json"
-MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
 def save(learner: Learner, facts: Mapping[str, Any], path: Path) -> dict[str, str]:
@@ -42,10 +41,7 @@ def save(learner: Learner, facts: Mapping[str, Any], path: Path) -> dict[str, st
         StoreError: a file cannot be written.
     """
     weights = {name: _host(parameter) for name, parameter in learner.parameters()}
-    moments = {}
-    for name, parameter in learner.parameters():
-        for key, value in learner.optimizer.state.get(parameter, {}).items():
-            moments[f"{key}.{name}"] = _host(value)
+    moments = {name: _host(value) for name, value in learner.optimizer.named_state()}
     if not learner.runtime.is_leader:
         return {}
     try:
@@ -80,12 +76,11 @@ def load(learner: Learner, path: Path) -> dict[str, Any]:
     try:
         with safe_open(path / MODEL, "pt") as weights, safe_open(path / OPTIMIZER, "pt") as moments:
             check_same_model(weights, parameters, path / MODEL)
-            held = set(moments.keys())
             for name, parameter in parameters.items():
                 with torch.no_grad():
                     parameter.copy_(scatter_like(weights.get_tensor(name), parameter))
-                if f"step.{name}" in held:
-                    learner.optimizer.state[parameter] = _moments(moments, name, parameter)
+            state = learner.optimizer.named_state()
+            learner.optimizer.load_state({name: scatter_like(moments.get_tensor(name), value) for name, value in state})
     except SafetensorError as error:
         raise StoreError(f"the checkpoint {path} cannot be read: {error}") from error
     learner.steps = int(facts["optimizer_steps"])
@@ -104,12 +99,6 @@ def verify(file: Path, size: int, digest: str) -> None:
         raise StoreError(f"{file} is {what}: {actual} bytes instead of {size}. Resume from an older checkpoint")
     if sha256_file(file) != digest:
         raise StoreError(f"{file} was altered: its sha256 is not {digest}. Resume from an older checkpoint")
-
-
-def _moments(moments: Any, name: str, parameter: Tensor) -> dict[str, Tensor]:
-    state = {key: moments.get_tensor(f"{key}.{name}") for key in MOMENTS}
-    step = state.pop("step").to(parameter.device)  # the fused kernel counts where the parameters are
-    return {"step": step, **{key: scatter_like(value, parameter) for key, value in state.items()}}
 
 
 def check_same_model(weights: Any, parameters: Mapping[str, Tensor], file: Path) -> None:

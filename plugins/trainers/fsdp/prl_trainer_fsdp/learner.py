@@ -19,9 +19,10 @@ from prl_models.provider import Gather
 from prl_trainer_fsdp.assembly import assemble
 from prl_trainer_fsdp.config import FsdpConfig
 from prl_trainer_fsdp.metrics import StepMetrics
-from prl_trainer_fsdp.optim import adamw, clip, learning_rate
+from prl_trainer_fsdp.optim import Optimizer, clip
 from prl_trainer_fsdp.parallel import Runtime, gather, reshard
 from prl_trainer_fsdp.rows import DeviceRow, device_row, empty_row
+from prl_trainer_fsdp.schedules import learning_rate
 
 
 class Learner:
@@ -37,7 +38,7 @@ class Learner:
         self.runtime = runtime
         self.dtype = table.dtype
         self.model: Any = assemble(table, config, runtime)
-        self.optimizer = adamw(config, self.parameters())
+        self.optimizer = Optimizer(config, self.parameters(), self.model.blocks)
         self.steps = 0
         self.mark: Callable[[str], None] = _unmarked
 
@@ -64,16 +65,14 @@ class Learner:
         self.mark("optimizer")
         norm = float(clip([parameter for _, parameter in self.parameters()], self.config.max_grad_norm))
         if not math.isfinite(norm):
-            self.optimizer.zero_grad(set_to_none=True)
+            self.optimizer.zero_grad()
             raise RunFailed(
                 f"the gradient of step {self.steps + 1} has norm {norm}: its loss is not finite or overflowed. "
                 f"Lower the learning rate (now {self.config.lr:g}), or look for extreme log-probabilities in the batch"
             )
         rate = learning_rate(self.config, self.steps + 1)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.step(rate)
+        self.optimizer.zero_grad()
         self.steps += 1
         self.mark("metrics")
         return {**metrics.reduce(), "train/grad_norm": norm, "train/lr": rate}
