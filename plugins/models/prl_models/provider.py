@@ -7,15 +7,18 @@ A plugin named after a model type ("qwen3") takes the models of that type when `
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from prl.errors import ConfigError, PluginError
+from prl.errors import ConfigError, EnvironmentNotFit, PluginError, PluginMissing
 from prl_models.batch import PackedBatch
 from prl_models.options import Kernels, ModelOptions
+
+log = logging.getLogger(__name__)
 
 Place = Callable[[Tensor, Tensor], Tensor]
 """This rank's part of a whole tensor, placed as another tensor is."""
@@ -63,30 +66,57 @@ class ModelProvider(Protocol):
 
 
 def load_model(path: str, impl: str, options: ModelOptions) -> PackedModel:
-    """Load with the provider that `impl` ("auto", "custom", "hf") means for this model.
+    """Load with the provider that `impl` ("auto", "custom", "hf") means for this model. With "auto" a family that
+    refuses the model leaves it to "hf".
+
+    Raises:
+        ConfigError: no such folder, or no plugin for the model where `impl` is "custom".
+        EnvironmentNotFit: the provider cannot take the model.
+    """
+    name, reason = choose(path, impl)
+    try:
+        model = _provider(name).load(path, options)
+    except EnvironmentNotFit as error:
+        if impl != "auto" or name == "hf":
+            raise
+        name, reason = "hf", f"the {name} implementation refuses the model: {error}"
+        model = _provider(name).load(path, options)
+    code = "transformers' own code" if name == "hf" else f"own {name} implementation"
+    log.info("model: %s, because %s", code, reason)
+    return model
+
+
+def choose(path: str, impl: str) -> tuple[str, str]:
+    """The name of a provider, and why it was chosen.
 
     Raises:
         ConfigError: no such folder, or no plugin for the model where `impl` is "custom".
     """
-    from prl import registry
-
-    provider: ModelProvider = registry.build("models", provider_name(path, impl), {})
-    return provider.load(path, options)
-
-
-def provider_name(path: str, impl: str) -> str:
     if impl == "hf":
-        return "hf"
+        return "hf", 'model.impl = "hf"'
     from prl import registry
 
     kind = model_type(path)
     try:
         registry.describe("models", kind)
-    except PluginError as error:
+    except PluginMissing as error:
         if impl == "custom":
             raise ConfigError([f'model.impl = "custom", but no plugin knows {kind!r} ({path}): {error}']) from error
-        return "hf"
-    return kind
+        return "hf", f"no plugin knows {kind!r}"
+    except PluginError as error:
+        if impl == "custom":
+            raise ConfigError(
+                [f'model.impl = "custom", but the plugin for {kind!r} cannot be used: {error}']
+            ) from error
+        return "hf", f"the plugin for {kind!r} cannot be used: {error}"
+    return kind, f"model_type is {kind!r}"
+
+
+def _provider(name: str) -> ModelProvider:
+    from prl import registry
+
+    provider: ModelProvider = registry.build("models", name, {})
+    return provider
 
 
 def model_type(path: str) -> str:

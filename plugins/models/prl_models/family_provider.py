@@ -1,0 +1,66 @@
+"""The provider of a family: from a Hugging Face folder to a `Decoder`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from prl.errors import ConfigError, EnvironmentNotFit
+from prl_models.blocks.decoder import Compute, Decoder
+from prl_models.blocks.torch_ops import TorchOps
+from prl_models.family import Family
+from prl_models.options import ModelOptions
+from prl_models.weights import WeightFiles
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+class FamilyProvider:
+    def __init__(self, family: Family) -> None:
+        self.family = family
+
+    def load(self, path: str, options: ModelOptions) -> Decoder:
+        """
+        Raises:
+            ConfigError: the folder does not hold the model that its config.json describes.
+            EnvironmentNotFit: the family does not have what the config asks for.
+        """
+        spec = self.family.spec(load_config(path))
+        files = WeightFiles.find(path)
+        model = Decoder(spec, self.family.rules, compute(options), options.device, files)
+        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        computed = [name for name in files.where if name.endswith("rotary_emb.inv_freq")]
+        files.check(shapes, self.family.rules, [*computed, HEAD] if spec.tied else computed)
+        if spec.tied and HEAD in files.where:
+            _check_tied(files)
+        if not options.deferred:
+            model.fill(_whole)
+        return model
+
+
+def compute(options: ModelOptions) -> Compute:
+    return Compute(TorchOps(), None, options.context, options.dtype, options.kernels)
+
+
+def load_config(path: str) -> Any:
+    """Raises: ConfigError: transformers cannot read the config."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError([f"model.path = {path!r}: config.json cannot be read: {error}"]) from error
+
+
+def _check_tied(files: WeightFiles) -> None:
+    with files.reading() as read:
+        if EMBEDDING in files.where and not torch.equal(read(HEAD), read(EMBEDDING)):
+            raise EnvironmentNotFit(
+                f"{files.path!r} has tie_word_embeddings = true, but {HEAD!r} and {EMBEDDING!r} differ on disk"
+            )
+
+
+def _whole(tensor: Tensor, like: Tensor) -> Tensor:
+    return tensor.to(like.device)
