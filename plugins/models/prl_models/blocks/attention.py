@@ -1,30 +1,25 @@
-"""Causal attention over packed documents that do not see one another.
+"""Causal attention over packed documents that do not see one another, by torch's own operations.
 
-Three kernels, by what the machine has:
-
-* flash-attn's or torch's variable-length attention: CUDA, bfloat16 or float16.
 * batches of padded documents through torch's scaled_dot_product_attention: everywhere.
 * the same with the scores written out for short documents on CPU: there the fused kernel costs 16 ms forward and
   backward on 256 documents of 13 tokens, this 10 ms.
+* `Padded`, an `AttentionKernel` in any precision with the scores of one pair of stretches written out: for what a
+  batch cannot do, parts of a ring above all, and the reference of the fused kernels in `prl_models.kernels`.
 
-No kernel ever makes a [T, T] matrix: the largest is [documents, heads, length, length] of one bucket of documents of
-at most `_WRITTEN_OUT` tokens, or one [length, length] mask where a sliding window asks for it.
+`packed_attention` never makes a [T, T] matrix: the largest is [documents, heads, length, length] of one bucket of
+documents of at most `_WRITTEN_OUT` tokens, or one [length, length] mask where a sliding window asks for it.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from prl_models.blocks.kernel import Spans
 from prl_models.blocks.packing import Packing, collect, pad
 
 _WRITTEN_OUT = 48
-
-Varlen = Callable[[Tensor, Tensor, Tensor, Packing, float, int | None], Tensor]
 
 
 def packed_attention(
@@ -43,18 +38,10 @@ def packed_attention(
     """
     if window is not None and window >= packing.max_length:
         window = None
-    flash = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and packing.token_of is None
-    kernel = _varlen_kernel() if flash else None
-    if kernel is not None:
-        return kernel(query, key, value, packing, scale, window)
-    return _padded(query, key, value, packing, scale, window)
-
-
-def _padded(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float, window: int | None) -> Tensor:
     parts = []
     for bucket in packing.buckets:
-        batches = [pad(x, bucket).transpose(1, 2) for x in (q, k, v)]  # [documents, heads, length, D]
-        short = q.device.type == "cpu" and bucket.length <= _WRITTEN_OUT
+        batches = [pad(x, bucket).transpose(1, 2) for x in (query, key, value)]  # [documents, heads, length, D]
+        short = query.device.type == "cpu" and bucket.length <= _WRITTEN_OUT
         kernel = _written_out if short else _fused
         out = kernel(batches[0], batches[1], batches[2], scale, window)
         parts.append(out.transpose(1, 2))
@@ -109,68 +96,70 @@ def _hidden(length: int, window: int | None, device: torch.device) -> Tensor:
     return hidden
 
 
-@cache
-def _varlen_kernel() -> Varlen | None:
-    """The best variable-length kernel that is installed, None without any."""
-    for find in (_flash4, _flash2, _torch_varlen):
-        try:
-            return find()
-        except ImportError:
-            continue
-    return None
+class Padded:
+    """An `AttentionKernel` with written-out scores, float32 at least: [heads, queries, keys] of one pair at a time."""
+
+    name = "padded"
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float, causal: bool, window: int | None
+    ) -> tuple[Tensor, Tensor]:
+        kind = torch.promote_types(q.dtype, torch.float32)
+        out, lse = torch.zeros_like(q), q.new_full(q.shape[:2], float("-inf"), dtype=kind)
+        for queries, keys in spans.pairs:
+            scores = _scores(q[queries], k[keys], scale, causal, window)
+            total = torch.logsumexp(scores, -1, keepdim=True)
+            p = (scores - total.masked_fill(total == float("-inf"), 0.0)).exp()
+            out[queries] = torch.bmm(p, _heads(v[keys], q.shape[1])).transpose(0, 1).to(q.dtype)
+            lse[queries] = total[:, :, 0].t()
+        return out, lse
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        spans: Spans,
+        scale: float,
+        causal: bool,
+        window: int | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        grad_q, grad_k, grad_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        heads, kv_heads = q.shape[1], k.shape[1]
+        for queries, keys in spans.pairs:
+            scores = _scores(q[queries], k[keys], scale, causal, window)
+            total = lse[queries].t()[:, :, None].to(scores.dtype)
+            p = (scores - total.masked_fill(total == float("-inf"), 0.0)).exp()
+            grad_out = _heads(grad[queries], heads)
+            delta = (grad_out * _heads(out[queries], heads)).sum(-1, keepdim=True)
+            grad_s = (torch.bmm(grad_out, _heads(v[keys], heads).transpose(1, 2)) - delta) * p * scale
+            grad_q[queries] = torch.bmm(grad_s, _heads(k[keys], heads)).transpose(0, 1).to(q.dtype)
+            grad_k[keys] = _of_keys(torch.bmm(grad_s.transpose(1, 2), _heads(q[queries], heads)), kv_heads).to(k.dtype)
+            grad_v[keys] = _of_keys(torch.bmm(p.transpose(1, 2), grad_out), kv_heads).to(v.dtype)
+        return grad_q, grad_k, grad_v
 
 
-def _flash4() -> Varlen:
-    from flash_attn.cute import flash_attn_varlen_func  # type: ignore[import-not-found]
-
-    def kernel(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float, window: int | None) -> Tensor:
-        out = flash_attn_varlen_func(
-            q,
-            k,
-            v,
-            cu_seqlens_q=packing.cu_seqlens,
-            cu_seqlens_k=packing.cu_seqlens,
-            softmax_scale=scale,
-            causal=True,
-            window_size=(None, None) if window is None else (window - 1, 0),
-        )
-        return out[0] if isinstance(out, tuple) else out
-
-    return kernel
+def _scores(q: Tensor, k: Tensor, scale: float, causal: bool, window: int | None) -> Tensor:
+    """[heads, n, m] of q [n, heads, D] and k [m, kv_heads, D]; the last query is where the last key is."""
+    scores = torch.bmm(_heads(q, q.shape[1]), _heads(k, q.shape[1]).transpose(1, 2)) * scale
+    ahead = torch.arange(k.shape[0], device=q.device) - torch.arange(q.shape[0], device=q.device)[:, None]
+    ahead -= k.shape[0] - q.shape[0]  # how far a key is ahead of a query
+    if causal:
+        scores.masked_fill_(ahead > 0, float("-inf"))
+    if window is not None:
+        scores.masked_fill_(ahead <= -window, float("-inf"))
+    return scores
 
 
-def _flash2() -> Varlen:
-    from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
-
-    def kernel(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float, window: int | None) -> Tensor:
-        bounds, longest = packing.cu_seqlens, packing.max_length
-        reach = (-1, -1) if window is None else (window - 1, 0)
-        return flash_attn_varlen_func(
-            q, k, v, bounds, bounds, longest, longest, softmax_scale=scale, causal=True, window_size=reach
-        )
-
-    return kernel
+def _heads(x: Tensor, heads: int) -> Tensor:
+    """[n, kv_heads, D] -> [heads, n, D] in float32 at least."""
+    x = x.transpose(0, 1).to(torch.promote_types(x.dtype, torch.float32))
+    return x if len(x) == heads else x.repeat_interleave(heads // len(x), 0)
 
 
-def _torch_varlen() -> Varlen:
-    from torch.nn.attention.varlen import varlen_attn
-
-    def kernel(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float, window: int | None) -> Tensor:
-        groups = q.shape[1] // k.shape[1]
-        if groups > 1:  # its own grouped heads came after torch 2.11
-            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        bounds, longest = packing.cu_seqlens, packing.max_length
-        reach = (-1, 0) if window is None else (window - 1, 0)
-        return varlen_attn(
-            q.contiguous(),
-            k.contiguous(),
-            v.contiguous(),
-            bounds,
-            bounds,
-            longest,
-            longest,
-            scale=scale,
-            window_size=reach,
-        )
-
-    return kernel
+def _of_keys(x: Tensor, kv_heads: int) -> Tensor:
+    """[heads, m, D], summed over the heads that share a key -> [m, kv_heads, D]."""
+    return x.unflatten(0, (kv_heads, -1)).sum(1).transpose(0, 1)

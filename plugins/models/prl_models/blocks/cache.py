@@ -7,39 +7,51 @@ document's length. An attention function calls `remembered` around its kernel; `
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Literal
 
 from torch import Tensor
 
 Pair = tuple[Tensor, Tensor]
 
-_recording: list[deque[Pair]] = []
-_replaying: list[deque[Pair]] = []
-
 
 def remembered(compute: Callable[[], Pair]) -> Pair:
     """`compute()`, or what it returned at this place of the forward pass. For the forward of an autograd.Function."""
-    if _replaying:
-        out, lse = _replaying[-1].popleft()
-        return out.detach(), lse
+    if not _open:
+        return compute()
+    region = _open[-1]
+    if region.mode == "replay":
+        out, lse = region.kept[region.taken]
+        region.taken += 1
+        return out.detach(), lse.detach()
     out, lse = compute()
-    if _recording:
-        _recording[-1].append((out.detach(), lse))  # detached: autograd makes `out` itself part of its graph
+    region.kept.append((out.detach(), lse.detach()))  # detached: autograd makes `out` itself part of its graph
     return out, lse
 
 
 def selective() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Contexts of one block's forward pass and of its recomputation."""
-    kept: deque[Pair] = deque()
-    return _within(_recording, kept), _within(_replaying, kept)
+    """Contexts of one region's forward pass and of its recomputation, which may happen more than once and may stop
+    early. What is kept goes when the region's graph does. A region within a region has its own."""
+    kept: list[Pair] = []
+    return _Region("record", kept), _Region("replay", kept)
 
 
-@contextmanager
-def _within(stack: list[deque[Pair]], kept: deque[Pair]) -> Iterator[None]:
-    stack.append(kept)
-    try:
-        yield
-    finally:
-        stack.pop()
+class _Region:
+    def __init__(self, mode: Literal["record", "replay"], kept: list[Pair]) -> None:
+        self.mode = mode
+        self.kept = kept
+        self.taken = 0
+
+    def __enter__(self) -> None:
+        self.taken = 0
+        _open.append(self)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        _open.pop()
+
+
+_open: list[_Region] = []
+"""Regions being computed, the innermost last. One list for all threads: autograd runs a backward pass, and with it
+recomputation, in a thread of its own while the caller waits."""

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from prl.errors import ConfigError, EnvironmentNotFit
-from prl_models.blocks.attention import packed_attention
+from prl_models.blocks.attention import Padded, packed_attention
 from prl_models.blocks.cache import remembered
 from prl_models.blocks.kernel import AttentionKernel, Spans
 from prl_models.blocks.packing import Packing
@@ -125,7 +125,7 @@ def attend(
         packing: of the whole row.
         scale: of the scores, before the softmax.
         window: a query sees at most this many keys, its own included; None: its whole document so far.
-        kernel: what computes it; None: batches of padded documents by torch.
+        kernel: what computes it; None or `Padded`: batches of padded documents by torch.
         context: the ranks that share the row.
 
     Returns:
@@ -147,7 +147,7 @@ def attend(
 def _alone(
     q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float, window: int | None, kernel: AttentionKernel | None
 ) -> Tensor:
-    if kernel is None or packing.token_of is not None:
+    if kernel is None or isinstance(kernel, Padded) or packing.token_of is not None:
         return packed_attention(q, k, v, packing, scale, window)
     return kernel_attention(q, k, v, packing.spans, scale, window, kernel)
 

@@ -4,6 +4,7 @@ exchange what is between them (recomputation keeps `out` and `lse`; ring attenti
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 from torch import Tensor
@@ -23,12 +24,20 @@ class Spans:
     max_q: int
     max_k: int
 
+    @cached_property
+    def pairs(self) -> list[tuple[slice, slice]]:
+        """The stretches of each pair, on the host, without pairs that have no queries or no keys."""
+        queries, keys = self.cu_q.tolist(), self.cu_k.tolist()
+        pairs = [(slice(*queries[i : i + 2]), slice(*keys[i : i + 2])) for i in range(len(queries) - 1)]
+        return [(q, k) for q, k in pairs if q.start < q.stop and k.start < k.stop]
+
 
 class AttentionKernel(Protocol):
     """softmax(scale q k^T) v within every pair of stretches. With `causal` the last query sees the last key, each
     earlier one a key less. `window`: at most this many keys back, its own included; None: all."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float, causal: bool, window: int | None

@@ -14,7 +14,8 @@ class Ops(Protocol):
     and gives their gradient in their own.
     """
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x [..., H] -> weight * x / rms(x), the root in float32."""
