@@ -23,6 +23,7 @@ from prl.plan import LaunchState, Plan, Role
 from prl.types import Credit, Episode, Message, Outcome, Reward, Rollout, RolloutHeader, Split, Task, Turn
 
 if TYPE_CHECKING:
+    from prl.config.bench import BenchConfig
     from prl.config.schema import RunConfig, SftConfig, Table
     from prl.rundir import RunDir
 
@@ -156,6 +157,11 @@ class TrainerPlugin(Protocol):
         Raises:
             StoreError: the checkpoint is damaged.
         """
+        ...
+
+    def bench(self, config: BenchConfig, request: Path) -> tuple[str, ...]:
+        """argv of what measures a step on synthetic data: it reads `request`, the configuration as JSON, prints its
+        report, and writes a list of rows beside it, to `request.with_name("rows.json")`."""
         ...
 
 

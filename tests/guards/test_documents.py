@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from prl import hookspecs
+from prl.config.bench import BenchConfig
 from prl.config.load import load_config
 from prl.config.schema import RunConfig, SftConfig
 from prl.contribution import KINDS
@@ -35,7 +36,8 @@ def test_shipped_configurations_are_valid(root: Path, monkeypatch: pytest.Monkey
     found = [path for path in configurations(root) if "plugins" not in path.relative_to(root).parts]
     assert found
     for path in found:
-        schema = SftConfig if "data" in tomllib.loads(path.read_text()) else RunConfig
+        data = tomllib.loads(path.read_text())
+        schema = BenchConfig if "bench" in data else SftConfig if "data" in data else RunConfig
         load_config([path], schema=schema, checks=False)
 
 

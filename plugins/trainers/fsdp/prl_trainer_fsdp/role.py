@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 
+from prl.config.bench import BenchConfig
 from prl.config.schema import ModelTable, RunConfig, SftConfig
 from prl.plan import Resources, Role
 from prl.rundir import RunDir
@@ -32,6 +33,10 @@ class FsdpPlugin:
 
         table = ModelTable.model_validate(json.loads(run_dir.config.read_bytes())["model"])
         export(run_dir, step, table, out)
+
+    def bench(self, config: BenchConfig, request: Path) -> tuple[str, ...]:
+        """argv of `prl_trainer_fsdp.bench`, in as many ranks as a run would have."""
+        return command(config.trainer.processes, "prl_trainer_fsdp.bench", str(request))
 
 
 def command(processes: int, module: str, *arguments: str) -> tuple[str, ...]:
