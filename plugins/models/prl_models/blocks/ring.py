@@ -35,7 +35,7 @@ from prl_models.blocks.packing import Packing
 def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float, kernel: AttentionKernel, group: dist.ProcessGroup
 ) -> Tensor:
-    """q [t, heads, D], k and v [t, kv_heads, D], t = T / n in zig-zag order -> [t, heads, D]."""
+    """q [t, heads, D], k [t, kv_heads, D], v [t, kv_heads, E], t = T / n in zig-zag order -> [t, heads, E]."""
     plan = ring_plan(packing, dist.get_world_size(group), dist.get_rank(group))
     out: Tensor = _Ring.apply(q, k, v, plan, scale, kernel, group)
     return out
@@ -106,6 +106,7 @@ def _document(bounds: NDArray[np.int64], place: int) -> tuple[int, int]:
 
 
 def _spans(cu_q: NDArray[np.int64], cu_k: NDArray[np.int64], device: torch.device) -> Spans:
+    # Two tensors, also where they are equal: a kernel may take one for "`out` and `lse` are of these keys alone".
     of_queries, of_keys = (torch.from_numpy(cu.astype(np.int32)).to(device) for cu in (cu_q, cu_k))
     return Spans(of_queries, of_keys, int(np.diff(cu_q).max()), int(np.diff(cu_k).max()))
 
@@ -126,8 +127,7 @@ class _Ring(torch.autograd.Function):
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, plan: RingPlan, scale: float, kernel: AttentionKernel, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
-    keys = torch.stack((k, v))
-    following = _pass_on(keys, group)
+    following = _pass_on(torch.cat((k, v), -1), group)
     out, lse = kernel.forward(q, k, v, plan.local, scale, True, None)
     merged = out.to(lse.dtype) if any(plan.steps) else out
     for number, step in enumerate(plan.steps, 1):
@@ -136,8 +136,8 @@ def _forward(
             following = _pass_on(keys, group)
         if step is None:
             continue
-        part = (q[step.queries], keys[0, step.keys], keys[1, step.keys])
-        more, more_lse = kernel.forward(*part, step.spans, scale, False, None)
+        seen, values = keys[step.keys].split((k.shape[-1], v.shape[-1]), -1)
+        more, more_lse = kernel.forward(q[step.queries], seen, values, step.spans, scale, False, None)
         _merge(merged[step.queries], lse[step.queries], more, more_lse)
     return merged.to(q.dtype), lse
 
@@ -161,11 +161,11 @@ def _backward(
     kernel: AttentionKernel,
     group: dist.ProcessGroup,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    keys = torch.stack((k, v))
-    following = _pass_on(keys, group)
+    widths = (k.shape[-1], v.shape[-1])
+    following = _pass_on(torch.cat((k, v), -1), group)
     grad_q, grad_k, grad_v = kernel.backward(grad, q, k, v, out, lse, plan.local, scale, True, None)
     total_q = grad_q.to(lse.dtype)
-    travelling = _pass_on(torch.stack((grad_k, grad_v)).to(lse.dtype), group)
+    travelling = _pass_on(torch.cat((grad_k, grad_v), -1).to(lse.dtype), group)
     for number, step in enumerate(plan.steps, 1):
         keys = following.wait()
         if number < len(plan.steps):
@@ -173,16 +173,17 @@ def _backward(
         parts = None
         if step is not None:
             mine = step.queries
-            these = (q[mine], keys[0, step.keys], keys[1, step.keys], out[mine], lse[mine])
+            seen, values = keys[step.keys].split(widths, -1)
+            these = (q[mine], seen, values, out[mine], lse[mine])
             parts = kernel.backward(grad[mine], *these, step.spans, scale, False, None)
         of_keys = travelling.wait()
         if step is not None and parts is not None:
             total_q[step.queries] += parts[0]
-            of_keys[0, step.keys] += parts[1]
-            of_keys[1, step.keys] += parts[2]
+            for total, more in zip(of_keys[step.keys].split(widths, -1), parts[1:], strict=True):
+                total += more
         travelling = _pass_on(of_keys, group)
-    home = travelling.wait()
-    return total_q.to(q.dtype), home[0].to(k.dtype), home[1].to(v.dtype)
+    of_k, of_v = travelling.wait().to(k.dtype).split(widths, -1)
+    return total_q.to(q.dtype), of_k, of_v
 
 
 class _Travelling:
