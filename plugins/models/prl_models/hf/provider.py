@@ -24,6 +24,7 @@ from prl_models.batch import PackedBatch
 from prl_models.blocks.context import ContextParallel, attend
 from prl_models.blocks.head import logprobs_and_entropy
 from prl_models.blocks.kernel import AttentionKernel
+from prl_models.blocks.lora import add_adapters, merged
 from prl_models.hf.fitness import check_packing, refuse
 from prl_models.options import Kernels, ModelOptions
 from prl_models.provider import Gather, Place
@@ -56,6 +57,8 @@ class HfProvider:
         choose_experts(model, options.dtype)
         packed = HfModel(model.eval(), options)
         check_packing(packed)
+        if options.lora is not None:
+            add_adapters(packed.hf, packed.blocks, options.lora, options.dtype)
         return packed if options.deferred else packed.to(options.device)
 
 
@@ -114,21 +117,20 @@ class HfModel(nn.Module):
         """Nothing: transformers loads the whole model."""
 
     def disk_tensors(self, gather: Gather) -> Iterator[tuple[str, Tensor]]:
+        tensors = self._named_tensors(gather)
         if not getattr(self.hf, "_weight_conversions", None):
-            for name, tensor in self._named_tensors():
-                yield name, gather(tensor.detach())
+            yield from tensors
             return
         from transformers.core_model_loading import revert_weight_conversion
 
-        for _, layer in groupby(self._named_tensors(), lambda pair: _layer(pair[0])):
-            whole = {name: gather(tensor.detach()) for name, tensor in layer}
-            yield from revert_weight_conversion(self.hf, whole).items()
+        for _, layer in groupby(tensors, lambda pair: _layer(pair[0])):
+            yield from revert_weight_conversion(self.hf, dict(layer)).items()
 
-    def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self.hf.named_parameters()  # tied weights once
+    def _named_tensors(self, gather: Gather) -> Iterator[tuple[str, Tensor]]:
+        yield from merged(self.hf, gather)  # tied weights once
         parameters = {name for name, _ in self.hf.named_parameters(remove_duplicate=False)}
         persistent = set(self.hf.state_dict().keys()) - parameters
-        yield from ((name, buffer) for name, buffer in self.hf.named_buffers() if name in persistent)
+        yield from ((name, gather(buffer)) for name, buffer in self.hf.named_buffers() if name in persistent)
 
 
 def choose_experts(model: PreTrainedModel, dtype: torch.dtype) -> None:

@@ -43,8 +43,10 @@ class Learner:
         self.mark: Callable[[str], None] = _unmarked
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Named as in transformers, tied ones once."""
-        return [(name.removeprefix("hf."), parameter) for name, parameter in self.model.named_parameters()]
+        """What is trained, and saved: all of the model, tied parameters once, or its adapters. Named as in
+        transformers."""
+        named = self.model.named_parameters()
+        return [(name.removeprefix("hf."), parameter) for name, parameter in named if parameter.requires_grad]
 
     def disk_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """What is published and exported. Collective: every rank has to go through all of it."""
