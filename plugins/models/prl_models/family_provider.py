@@ -9,6 +9,7 @@ from torch import Tensor
 
 from prl.errors import ConfigError, EnvironmentNotFit
 from prl_models.blocks.decoder import Compute, Decoder
+from prl_models.blocks.lora import add_adapters
 from prl_models.blocks.torch_ops import TorchOps
 from prl_models.family import Family
 from prl_models.options import ModelOptions
@@ -35,6 +36,8 @@ class FamilyProvider:
         files.check(shapes, self.family.rules, [*computed, HEAD] if spec.tied else computed)
         if spec.tied and HEAD in files.where:
             _check_tied(files)
+        if options.lora is not None:
+            add_adapters(model, model.blocks, options.lora, options.dtype)
         if not options.deferred:
             model.fill(_whole)
         return model

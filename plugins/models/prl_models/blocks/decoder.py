@@ -19,6 +19,7 @@ from prl_models.blocks.context import ContextParallel, attend
 from prl_models.blocks.head import logprobs_and_entropy
 from prl_models.blocks.kernel import AttentionKernel
 from prl_models.blocks.linear import fused_linear, linear
+from prl_models.blocks.lora import adapter_value, is_adapter, merged
 from prl_models.blocks.ops import Ops
 from prl_models.blocks.packing import Packing
 from prl_models.blocks.rope import Rope
@@ -181,9 +182,13 @@ class Decoder(nn.Module):
         with self._files.reading() as read:
             for name in names:
                 parameter = self.get_parameter(name)
-                parameter.copy_(place(from_disk(name, parameter.shape, self.rules, read), parameter))
+                if is_adapter(name):
+                    whole = adapter_value(name, parameter.shape)
+                else:
+                    whole = from_disk(name, parameter.shape, self.rules, read)
+                parameter.copy_(place(whole, parameter))
         self._files = None
 
     def disk_tensors(self, gather: Gather) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self.named_parameters():
-            yield from to_disk(name, gather(parameter.detach()), self.rules)
+        for name, whole in merged(self, gather):
+            yield from to_disk(name, whole, self.rules)

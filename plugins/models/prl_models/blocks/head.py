@@ -64,8 +64,8 @@ class _ChunkedHead(torch.autograd.Function):
     def backward(ctx, grad_logprobs, grad_entropy):  # type: ignore[no-untyped-def]
         hidden, weight, targets, temperatures, normaliser, entropy = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        frozen = not ctx.needs_input_grad[1]
-        grad_weight = None if frozen else torch.zeros_like(weight, dtype=normaliser.dtype)
+        trained = ctx.needs_input_grad[1]
+        grad_weight = torch.zeros_like(weight, dtype=normaliser.dtype) if trained else None
         for start in range(0, hidden.shape[0], ctx.chunk):
             part = slice(start, start + ctx.chunk)
             if ctx.kept is not None:
@@ -87,7 +87,7 @@ class _ChunkedHead(torch.autograd.Function):
                 grad_weight.addmm_(grad.t(), hidden[part])
             else:
                 grad_weight += grad.t() @ hidden[part]
-        return grad_hidden, None if frozen else grad_weight.to(weight.dtype), None, None, None
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperatures: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Matrix products of a model's linear layers: float32 weights cast at their use, several layers in one product.
 
-Every linear layer of a family is an `nn.Linear` that only these two functions call, so what may be added to a layer
-(an `adapter`: a submodule that turns its input into a delta of its output) is added here.
+Every linear layer of a family is an `nn.Linear` that only these two functions call; one with adapters (`lora.py`) is a
+`LoraLinear`.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from prl_models.blocks.lora import LoraLinear, adapted_linear
+
 
 def linear(x: Tensor, module: nn.Linear) -> Tensor:
     """x [..., in] -> [..., out], in x's precision."""
     bias = None if module.bias is None else module.bias.to(x.dtype)
-    out = F.linear(x, module.weight.to(x.dtype), bias)
-    adapter = getattr(module, "adapter", None)
-    return out if adapter is None else out + adapter(x)
+    if isinstance(module, LoraLinear):
+        return adapted_linear(x, module.weight.to(x.dtype), bias, (module,))
+    return F.linear(x, module.weight.to(x.dtype), bias)
 
 
 def fused_linear(x: Tensor, modules: Sequence[nn.Linear]) -> Tensor:
@@ -33,13 +35,9 @@ def fused_linear(x: Tensor, modules: Sequence[nn.Linear]) -> Tensor:
     if biases:
         assert len(biases) == len(modules), "layers in one product have all a bias or none"
         bias = torch.cat(biases).to(x.dtype)
-    out = F.linear(x, weight, bias)
-    adapters = [getattr(module, "adapter", None) for module in modules]
-    if all(adapter is None for adapter in adapters):
-        return out
-    parts = out.split([module.out_features for module in modules], dim=-1)
-    pairs = zip(parts, adapters, strict=True)
-    return torch.cat([part if adapter is None else part + adapter(x) for part, adapter in pairs], dim=-1)
+    if any(isinstance(module, LoraLinear) for module in modules):
+        return adapted_linear(x, weight, bias, modules)
+    return F.linear(x, weight, bias)
 
 
 class _SideBySide(torch.autograd.Function):

@@ -108,8 +108,8 @@ def is_adapter(name: str) -> bool:
 
 
 def adapter_value(name: str, shape: Sequence[int]) -> Tensor:
-    """What a new adapter holds, f32 on the host, by its name: A uniform within 1 / sqrt(in), as nn.Linear starts, B zero,
-    so that nothing changes before the first step."""
+    """What a new adapter holds, f32 on the host, by its name: A uniform within 1 / sqrt(in), as nn.Linear starts, B
+    zero, so that nothing changes before the first step."""
     if _last(name) == B:
         return torch.zeros(*shape)
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
@@ -131,7 +131,10 @@ def adapted_linear(x: Tensor, weight: Tensor, bias: Tensor | None, layers: Seque
     down = torch.cat([layer.lora_A for layer in adapted]).to(x.dtype)
     # One product for all layers, whose blocks off the diagonal are zero: a product of 3 x 16 columns takes no longer
     # than one of 16.
-    parts = [layer.lora_B if isinstance(layer, LoraLinear) else down.new_empty(len(layer.weight), 0) for layer in layers]
+    parts = [
+        layer.lora_B if isinstance(layer, LoraLinear) else layer.weight.new_empty(layer.out_features, 0)
+        for layer in layers
+    ]
     up = torch.block_diag(*parts) if len(parts) > 1 else parts[0]
     out: Tensor = _Adapted.apply(x.flatten(0, -2), weight, bias, down, up.to(x.dtype), adapted[0].scale)
     return out.unflatten(0, x.shape[:-1])
