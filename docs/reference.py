@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from prl.config.bench import BenchTable
+from prl.config.data import SftSourceTable
 from prl.config.explain import own_doc, toml_value, type_name
 from prl.config.problems import table_at
 from prl.config.schema import PluginTable, RunConfig, SftDataTable
@@ -28,6 +29,7 @@ def reference() -> str:
             many = field.annotation is not table
             parts.append(section(f"`{'[[' if many else '['}{key}{']]' if many else ']'}`", table))
     parts.append(section("`[data]`, of `prl sft`", SftDataTable))
+    parts.append(section("`[[data.train]]` and `[[data.eval]]`", SftSourceTable))
     parts.append(section("`[bench]`, of `prl bench trainer`", BenchTable))
     return "\n".join(parts)
 

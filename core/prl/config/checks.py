@@ -84,10 +84,16 @@ def _evaluation_happens(config: RunConfig) -> Iterator[Problem]:
 
 
 def _data_exists(config: SftConfig) -> Iterator[Problem]:
+    """A path that is plainly meant as one of this machine must be there; anything else may be a hub's name."""
     for key in ("train", "eval"):
-        named = getattr(config.data, key)
-        if named and not Path(named).expanduser().is_file():
-            yield Problem(f"data.{key}", f"there is no file {named}")
+        for index, source in enumerate(getattr(config.data, key)):
+            path = Path(source.path).expanduser()
+            meant = source.path.startswith((".", "/", "~")) or len(path.parts) > 2 or path.suffix in _DATA_FILES
+            if not path.exists() and (meant or source.format in ("jsonl", "parquet")):
+                yield Problem(f"data.{key}.{index}.path", f"there is no file {source.path}")
+
+
+_DATA_FILES = (".jsonl", ".json", ".ndjson", ".parquet")
 
 
 _RUN_RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (

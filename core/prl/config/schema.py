@@ -7,82 +7,17 @@ validated; `prl.config.load` checks them when the file is read.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, Self
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from prl.contribution import PluginConfig, wrong
+from prl.config.data import SftDataTable as SftDataTable
+from prl.config.tables import PluginTable as PluginTable
+from prl.config.tables import Table as Table
+from prl.contribution import wrong
 from prl.faults import Fault
 
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
-
-
-LARGEST = 2**63 - 1
-"""Messages and random generators take integers of 64 bits."""
-
-
-def _check_representable(table: BaseModel) -> None:
-    for key in type(table).model_fields:
-        value = getattr(table, key)
-        if isinstance(value, int) and abs(value) > LARGEST:
-            raise wrong(key, f"must be at most {LARGEST}, not {value}")
-        if isinstance(value, str) and "\0" in value:
-            raise wrong(key, "must not contain a NUL character")
-
-
-class Table(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True, ser_json_inf_nan="constants"
-    )
-
-    @model_validator(mode="after")
-    def _representable(self) -> Self:
-        _check_representable(self)
-        return self
-
-
-class PluginTable(BaseModel):
-    """A table whose remaining keys belong to the plugin that `use` names."""
-
-    model_config = ConfigDict(
-        extra="allow", frozen=True, validate_default=True, use_attribute_docstrings=True, ser_json_inf_nan="constants"
-    )
-
-    @model_validator(mode="after")
-    def _representable(self) -> Self:
-        _check_representable(self)
-        return self
-
-    kind: ClassVar[str]
-    """Which plugins it takes; the group of their entry points is "prl." and this."""
-
-    use: str
-    """Name of an installed plugin, or "./file.py:Name"."""
-
-    @property
-    def own(self) -> dict[str, Any]:
-        """The keys that are the plugin's, not yet validated."""
-        return dict(self.__pydantic_extra__ or {})
-
-    def plugin_config(self) -> PluginConfig:
-        """The plugin's validated table.
-
-        Raises:
-            PluginError: no such plugin. ConfigError: its table is wrong.
-        """
-        from prl import registry
-
-        return registry.plugin_config(self.kind, self.use, self.own)
-
-    def build(self) -> Any:
-        """Import the plugin's factory and call it with its validated table.
-
-        Raises:
-            PluginError: no such plugin, or it cannot be imported. ConfigError: its table is wrong.
-        """
-        from prl import registry
-
-        return registry.build(self.kind, self.use, self.own)
 
 
 class ModelTable(Table):
@@ -322,23 +257,6 @@ class RunConfig(Table):
             if label in labels[:index]:
                 raise wrong(f"envs.{index}", f"two environments are called {label!r}: give one of them another `name`")
         return self
-
-
-class SftDataTable(Table):
-    """Examples to imitate."""
-
-    train: str
-    """A JSONL file: {"messages": [...]} or {"prompt": ..., "completion": ...} a line."""
-    eval: str = ""
-    """Another such file, held out, whose loss is reported."""
-    steps: int = Field(100, ge=1)
-    """Optimiser steps."""
-    batch_size: int = Field(128, ge=1)
-    """Examples of one optimiser step."""
-    eval_every: int = Field(0, ge=0)
-    """Steps between evaluations; 0 only at the end."""
-    shuffle: bool = False
-    """Draw the examples of every epoch in a random order of its own instead of the file's."""
 
 
 class SftConfig(Table):
