@@ -7,6 +7,7 @@ order.py        which rows a step trains: epochs, shuffling, several sources
 rendering.py    conversations to tokens, and which of them are trained
 library.py      the same by the library `renderers`
 steps.py        one step's rows, rendered and packed
+feed.py         the data of one rank, checked and then prepared ahead
 prefetch.py     coming steps prepared while one is trained
 worker.py       the process that does so
 run.py          the run: trains, evaluates, saves, writes the model

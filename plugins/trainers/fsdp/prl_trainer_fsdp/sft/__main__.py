@@ -1,3 +1,5 @@
+"""`python -m prl_trainer_fsdp.sft RUN_DIR`."""
+
 from __future__ import annotations
 
 import sys
