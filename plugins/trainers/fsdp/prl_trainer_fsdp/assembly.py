@@ -1,6 +1,6 @@
 """From a configuration to a model that is ready to train. The order matters:
 
-structure (with adapters) -> recomputation -> compilation -> sharding -> values.
+structure (with adapters) -> compilation -> recomputation -> offloading -> sharding -> values.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from prl_models.blocks.lora import Lora
 from prl_models.options import Kernels, ModelOptions
 from prl_models.provider import load_model
 from prl_trainer_fsdp.config import FsdpConfig
-from prl_trainer_fsdp.memory import recompute
+from prl_trainer_fsdp.memory import treat_blocks
 from prl_trainer_fsdp.parallel import Runtime, scatter_like, shard
 
 log = logging.getLogger(__name__)
@@ -28,9 +28,7 @@ def assemble(table: ModelTable, config: FsdpConfig, runtime: Runtime) -> Any:
         ConfigError, EnvironmentNotFit: the model cannot be loaded, or not with this configuration.
     """
     model: Any = load_model(table.path, table.impl, options(table, config, runtime))
-    if config.recompute != "none":
-        for block in model.blocks:
-            recompute(block)
+    treat_blocks(model.blocks, config, runtime.device)
     shard(model, model.blocks, runtime, table.dtype)
     model.fill(scatter_like)
     return model

@@ -1,14 +1,43 @@
-"""What a step keeps in memory: recomputation instead of activations, and the host's memory instead of the device's."""
+"""How the blocks of a model are computed: compiled, recomputed in the backward pass, saved on the host. Each replaces a
+block's forward rather than wrapping the block, so that parameters keep their names, and stays inside the hooks of
+sharding, which come after it."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from typing import Literal
 
+import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
+
+from prl_models.blocks.cache import selective
+from prl_trainer_fsdp.activations import offload_activations
+from prl_trainer_fsdp.config import FsdpConfig
 
 
-def recompute(block: nn.Module) -> None:
-    """Keep only the block's inputs and compute it again in the backward pass. Its forward is replaced rather than the
-    block wrapped, so that parameters keep their names; call it before `shard`, whose hooks stay outside."""
-    block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+def treat_blocks(blocks: Sequence[nn.Module], config: FsdpConfig, device: torch.device) -> None:
+    """As the configuration says, in this order: what is recomputed is the compiled block, what travels to the host is
+    what is left to keep."""
+    for block in blocks:
+        if config.compile:
+            compile_block(block)
+        if config.recompute != "none":
+            recompute(block, config.recompute)
+    if config.offload_activations:
+        offload_activations(blocks, device)
+
+
+def recompute(block: nn.Module, kind: Literal["selective", "full"]) -> None:
+    """Keep the block's inputs, and with "selective" what its attention kernel returned, whose cost grows with the
+    square of a document's length; compute all else again in the backward pass."""
+    kept = selective if kind == "selective" else noop_context_fn
+    block.forward = functools.partial(
+        checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, context_fn=kept
+    )
+
+
+def compile_block(block: nn.Module) -> None:
+    """One graph for rows of any length, around attention, whose kernels are compiled already."""
+    block.forward = torch.compile(block.forward, dynamic=True)
