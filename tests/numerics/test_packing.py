@@ -142,18 +142,6 @@ def test_weights_have_the_names_and_bits_of_the_folder(folder: Path) -> None:
     assert_same_bits(load_file(folder / "model.safetensors"), dict(model.disk_tensors(lambda tensor: tensor)))
 
 
-def test_stateful_models_are_refused_by_name(tmp_path: Path) -> None:
-    import transformers as t
-
-    from prl.errors import EnvironmentNotFit
-    from prl_models.hf import HfProvider
-
-    config = t.MambaConfig(vocab_size=32, hidden_size=16, state_size=4, num_hidden_layers=1)
-    t.MambaForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(EnvironmentNotFit, match="'mamba' cannot be trained.*leak"):
-        HfProvider().load(str(tmp_path), ModelOptions())
-
-
 def test_a_head_that_is_more_than_a_product_is_refused(tmp_path: Path) -> None:
     import transformers as t
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from prl.errors import ConfigError, EnvironmentNotFit
+from prl_models.blocks.context import check_heads
 from prl_models.blocks.decoder import Compute, Decoder
 from prl_models.blocks.lora import add_adapters
 from prl_models.blocks.torch_ops import TorchOps
@@ -25,10 +26,15 @@ class FamilyProvider:
     def load(self, path: str, options: ModelOptions) -> Decoder:
         """
         Raises:
-            ConfigError: the folder does not hold the model that its config.json describes.
+            ConfigError: the folder does not hold the model that its config.json describes, or its heads or windows do
+                not allow the ranks to share a row.
             EnvironmentNotFit: the family does not have what the config asks for.
         """
         spec = self.family.spec(load_config(path))
+        if options.context is not None:
+            size, style = options.context.size, options.context.style
+            for layer in (layer.attention for layer in spec.layers):
+                check_heads(layer.heads, layer.kv_heads, size, style, layer.window)
         files = WeightFiles.find(path)
         model = Decoder(spec, self.family.rules, compute(options), options.device, files)
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}

@@ -105,7 +105,7 @@ class Padded:
         self, q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float, causal: bool, window: int | None
     ) -> tuple[Tensor, Tensor]:
         kind = torch.promote_types(q.dtype, torch.float32)
-        out, lse = torch.zeros_like(q), q.new_full(q.shape[:2], float("-inf"), dtype=kind)
+        out, lse = q.new_zeros(*q.shape[:2], v.shape[-1]), q.new_full(q.shape[:2], float("-inf"), dtype=kind)
         for queries, keys in spans.pairs:
             scores = _scores(q[queries], k[keys], scale, causal, window)
             total = torch.logsumexp(scores, -1, keepdim=True)

@@ -138,10 +138,9 @@ def attend(
     if context.style == "ulysses":
         q, k, v = tokens_to_heads(query, key, value, context.group)
         return heads_to_tokens(_alone(q, k, v, packing, scale, window, kernel), context.group)
-    if window is not None or kernel is None:
-        missing = "a kernel that returns its sums of exponentials" if kernel is None else "attention without a window"
-        raise EnvironmentNotFit(f'cp_style = "ring" needs {missing}: use "ulysses"')
-    return ring_attention(query, key, value, packing, scale, kernel, context.group)
+    if window is not None:
+        raise EnvironmentNotFit(f'cp_style = "ring" cannot compute a sliding window ({window} tokens): use "ulysses"')
+    return ring_attention(query, key, value, packing, scale, kernel or Padded(), context.group)
 
 
 def _alone(

@@ -54,6 +54,12 @@ def refuse(config: PreTrainedConfig, context: ContextParallel | None) -> None:
             "row would have to hand it on. Use a model with plain causal attention, or a model plugin for it"
         )
     if context is not None:
+        rope = (getattr(text, "rope_parameters", None) or {}).get("rope_type")
+        if rope in ("dynamic", "longrope"):
+            raise EnvironmentNotFit(
+                f"{named} and trainer.cp = {context.size}: transformers chooses the frequencies of its {rope!r} rotary "
+                "embedding by the last position it sees, which differs from rank to rank. Use cp = 1"
+            )
         heads = text.num_attention_heads
         window = getattr(text, "sliding_window", None) if not kinds or "sliding_attention" in kinds else None
         kv_heads = getattr(text, "num_key_value_heads", None) or heads
