@@ -5,6 +5,12 @@ provider.py   the protocols of the kind `prl.models`, and the choice of a provid
 options.py    how a model is built
 batch.py      what a model is given: a packed row on its device
 flops.py      the operations of a training step, by arithmetic
-blocks/       attention over packed documents, the chunked head
+family.py     what a family of models is; the spec of a decoder
+family_provider.py  from a folder to a decoder by its family
+conversion.py  names and shapes on disk against those in memory
+weights.py    safetensors of a folder or of the hub, one tensor at a time
+blocks/       what decoders are made of, and packed attention, and the chunked head
+llama/        Llama, SmolLM, Mistral, Qwen2
+qwen3/        Qwen3
 hf/           any transformers model, unmodified; writing a Hugging Face folder
 """

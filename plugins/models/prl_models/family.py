@@ -23,7 +23,6 @@ class AttentionSpec:
         qk_norm: "head": an RMS norm over every head of queries and keys, before the rotation.
         qkv_bias, out_bias: of the products before and after.
         window: a query sees at most this many keys, its own included; None: all before it.
-        rope: queries and keys are rotated by position.
     """
 
     heads: int
@@ -33,7 +32,6 @@ class AttentionSpec:
     qkv_bias: bool = False
     out_bias: bool = False
     window: int | None = None
-    rope: bool = True
 
 
 @dataclass(frozen=True)

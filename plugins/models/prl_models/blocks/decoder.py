@@ -67,22 +67,14 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, angles: Angles, packing: Packing) -> Tensor:
         spec, compute = self.spec, self.compute
         qkv = fused_linear(x, (self.q_proj, self.k_proj, self.v_proj))
-        heads = qkv.unflatten(-1, (-1, spec.head_dim))
-        q, k, v = heads.split((spec.heads, spec.kv_heads, spec.kv_heads), dim=1)
-        q, k = self._norm_and_rotate(q, k, angles)
+        normed = spec.qk_norm == "head"
+        q_weight, k_weight = (self.q_norm.weight, self.k_norm.weight) if normed else (None, None)
+        q, k, v = compute.ops.qkv_norm_rope(
+            qkv, spec.heads, spec.kv_heads, q_weight, k_weight, self.eps, angles[0], angles[1]
+        )
         scale = spec.head_dim**-0.5
         out = attend(q, k, v, packing, scale, spec.window, compute.attention, compute.context)
         return linear(out.flatten(1), self.o_proj)
-
-    def _norm_and_rotate(self, q: Tensor, k: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
-        ops = self.compute.ops
-        normed = self.spec.qk_norm == "head"
-        if self.spec.rope:
-            q_weight, k_weight = (self.q_norm.weight, self.k_norm.weight) if normed else (None, None)
-            return ops.qk_norm_rope(q, k, q_weight, k_weight, self.eps, *angles)
-        if normed:
-            return ops.rms_norm(q, self.q_norm.weight, self.eps), ops.rms_norm(k, self.k_norm.weight, self.eps)
-        return q, k
 
 
 class Dense(nn.Module):

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from prl.errors import ConfigError
+from prl_models.blocks.join import joined
 
 A, B = "lora_A", "lora_B"
 
@@ -52,8 +53,7 @@ class LoraLinear(nn.Linear):
         return new.train(layer.training)
 
     def forward(self, input: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.to(input.dtype)
-        return adapted_linear(input, self.weight.to(input.dtype), bias, (self,))
+        return adapted_linear(input.flatten(0, -2), (self,)).unflatten(0, input.shape[:-1])
 
 
 def add_adapters(model: nn.Module, blocks: Sequence[nn.Module], lora: Lora, dtype: torch.dtype) -> None:
@@ -117,16 +117,9 @@ def adapter_value(name: str, shape: Sequence[int]) -> Tensor:
     return torch.empty(*shape).uniform_(-bound, bound, generator=generator)
 
 
-def adapted_linear(x: Tensor, weight: Tensor, bias: Tensor | None, layers: Sequence[nn.Linear]) -> Tensor:
-    """Layers that share an input, side by side, with the adapters of those that have any.
-
-    Args:
-        x: [..., in]. weight: [sum of out, in], the frozen weights of `layers` one below the other, in x's precision.
-        bias: [sum of out] likewise.
-
-    Returns:
-        [..., sum of out].
-    """
+def adapted_linear(x: Tensor, layers: Sequence[nn.Linear]) -> Tensor:
+    """Layers that share an input, side by side, with the adapters of those that have any: x [T, in] -> [T, sum of out].
+    The layers' own weights are frozen; all of them have a bias, or none."""
     adapted = [layer for layer in layers if isinstance(layer, LoraLinear)]
     down = torch.cat([layer.lora_A for layer in adapted]).to(x.dtype)
     # One product for all layers, whose blocks off the diagonal are zero: a product of 3 x 16 columns takes no longer
@@ -136,8 +129,11 @@ def adapted_linear(x: Tensor, weight: Tensor, bias: Tensor | None, layers: Seque
         for layer in layers
     ]
     up = torch.block_diag(*parts) if len(parts) > 1 else parts[0]
-    out: Tensor = _Adapted.apply(x.flatten(0, -2), weight, bias, down, up.to(x.dtype), adapted[0].scale)
-    return out.unflatten(0, x.shape[:-1])
+    biases = [layer.bias.to(x.dtype) for layer in layers if layer.bias is not None]
+    bias = torch.cat(biases) if biases else None
+    weights = [layer.weight for layer in layers]
+    out: Tensor = _Adapted.apply(x, bias, down, up.to(x.dtype), adapted[0].scale, *weights)
+    return out
 
 
 class _Adapted(torch.autograd.Function):
@@ -145,21 +141,21 @@ class _Adapted(torch.autograd.Function):
     float32, where autograd would write and read [T, out] and [T, in] once more."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, down, up, scale):  # type: ignore[no-untyped-def]
+    def forward(ctx, x, bias, down, up, scale, *weights):  # type: ignore[no-untyped-def]
         inner = x @ down.t()
-        ctx.save_for_backward(x, weight, down, up, inner)
+        ctx.save_for_backward(x, down, up, inner, *weights)
         ctx.scale = scale
-        return torch.nn.functional.linear(x, weight, bias).addmm_(inner, up.t(), alpha=scale)
+        return torch.nn.functional.linear(x, joined(weights, x.dtype), bias).addmm_(inner, up.t(), alpha=scale)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        x, weight, down, up, inner = ctx.saved_tensors
+        x, down, up, inner, *weights = ctx.saved_tensors
         grad_inner = (grad @ up).mul_(ctx.scale)
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = (grad @ weight).addmm_(grad_inner, down)
+            grad_x = (grad @ joined(weights, grad.dtype)).addmm_(grad_inner, down)
         grad_up = (grad.t() @ inner).mul_(ctx.scale)
-        return grad_x, None, None, grad_inner.t() @ x, grad_up, None
+        return grad_x, None, grad_inner.t() @ x, grad_up, None, *[None] * len(weights)
 
 
 def merged(model: nn.Module, gather: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
