@@ -65,8 +65,9 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        grad_x, products = _norm_backward(grad, *ctx.saved_tensors)
-        return grad_x, _over_tokens(products, ctx.saved_tensors[1]), None
+        x, weight, root = ctx.saved_tensors  # once: recomputation hands each out only once
+        grad_x, products = _norm_backward(grad, x, weight, root)
+        return grad_x, _over_tokens(products, weight), None
 
 
 class _AddRmsNorm(torch.autograd.Function):
@@ -82,10 +83,11 @@ class _AddRmsNorm(torch.autograd.Function):
     def backward(ctx, grad, grad_total):  # type: ignore[no-untyped-def]
         if grad is None:
             return grad_total, grad_total, None, None
-        grad_x, products = _norm_backward(grad, *ctx.saved_tensors)
+        total, weight, root = ctx.saved_tensors
+        grad_x, products = _norm_backward(grad, total, weight, root)
         if grad_total is not None:
             grad_x += grad_total
-        return grad_x, grad_x, _over_tokens(products, ctx.saved_tensors[1]), None
+        return grad_x, grad_x, _over_tokens(products, weight), None
 
 
 class _QkvNormRope(torch.autograd.Function):

@@ -25,7 +25,7 @@ from prl.config.load import read_resolved
 from prl.config.schema import ModelTable
 from prl.errors import PrlError
 from prl_models.flops import StepFlops, peak, step_flops
-from prl_models.provider import provider_name, read_config
+from prl_models.provider import choose, read_config
 from prl_trainer_fsdp.bench_data import denominators, synthetic_rows, with_sampler
 from prl_trainer_fsdp.bench_parts import Clock, Measured, communication_s, kernel_times, measure, profiled, save_profile
 from prl_trainer_fsdp.bench_shapes import write_model
@@ -107,7 +107,7 @@ def bench(config: BenchConfig, own: FsdpConfig, runtime: Runtime, folder: Path, 
         "kernels": {
             "attention": learner.model.kernels.attention,
             "operations": learner.model.kernels.operations,
-            "impl": provider_name(table.path, table.impl),
+            "impl": choose(table.path, table.impl)[0],
             "compile": own.compile,
         },
         "dtype": config.model.dtype,
