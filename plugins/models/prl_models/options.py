@@ -12,12 +12,16 @@ if TYPE_CHECKING:
     from prl_models.blocks.lora import Lora
 
 
+AttentionName = Literal["auto", "flash4", "flash2", "cudnn", "flex", "varlen", "padded"]
+OperationsName = Literal["auto", "triton", "liger", "quack", "torch"]
+
+
 @dataclass(frozen=True)
 class Kernels:
     """What computes attention and the operations between matrix products; "auto" lets `prl_models.kernels` choose."""
 
-    attention: Literal["auto", "flash4", "flash2", "cudnn", "flex", "varlen", "padded"] = "auto"
-    operations: Literal["auto", "triton", "liger", "quack", "torch"] = "auto"
+    attention: AttentionName = "auto"
+    operations: OperationsName = "auto"
 
 
 @dataclass(frozen=True)
