@@ -11,8 +11,8 @@ from prl.errors import ConfigError, EnvironmentNotFit
 from prl_models.blocks.context import check_heads
 from prl_models.blocks.decoder import Compute, Decoder
 from prl_models.blocks.lora import add_adapters
-from prl_models.blocks.torch_ops import TorchOps
-from prl_models.family import Family
+from prl_models.family import DecoderSpec, Family
+from prl_models.kernels import choose
 from prl_models.options import ModelOptions
 from prl_models.weights import WeightFiles
 
@@ -36,7 +36,7 @@ class FamilyProvider:
             for layer in (layer.attention for layer in spec.layers):
                 check_heads(layer.heads, layer.kv_heads, size, style, layer.window)
         files = WeightFiles.find(path)
-        model = Decoder(spec, self.family.rules, compute(options), options.device, files)
+        model = Decoder(spec, self.family.rules, compute(options, spec), options.device, files)
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         computed = [name for name in files.where if name.endswith("rotary_emb.inv_freq")]
         files.check(shapes, self.family.rules, [*computed, HEAD] if spec.tied else computed)
@@ -49,8 +49,13 @@ class FamilyProvider:
         return model
 
 
-def compute(options: ModelOptions) -> Compute:
-    return Compute(TorchOps(), None, options.context, options.dtype, options.kernels)
+def compute(options: ModelOptions, spec: DecoderSpec) -> Compute:
+    """Raises: EnvironmentNotFit: kernels that are asked for cannot be used."""
+    attention = [layer.attention for layer in spec.layers]
+    head_dim = max(one.head_dim for one in attention)
+    windows = any(one.window is not None for one in attention)
+    chosen = choose(options.kernels, options.device, options.dtype, head_dim, windows=windows)
+    return Compute(chosen.ops, chosen.attention, options.context, options.dtype, chosen.kernels)
 
 
 def load_config(path: str) -> Any:

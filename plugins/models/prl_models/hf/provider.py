@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import groupby
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,8 @@ from prl_models.blocks.head import logprobs_and_entropy
 from prl_models.blocks.kernel import AttentionKernel
 from prl_models.blocks.lora import add_adapters, merged
 from prl_models.hf.fitness import check_packing, refuse
-from prl_models.options import Kernels, ModelOptions
+from prl_models.kernels import choose_attention
+from prl_models.options import AttentionName, Kernels, ModelOptions
 from prl_models.provider import Gather, Place
 
 log = logging.getLogger(__name__)
@@ -62,6 +64,14 @@ class HfProvider:
         return packed if options.deferred else packed.to(options.device)
 
 
+def _choose_kernel(hf: PreTrainedModel, options: ModelOptions) -> AttentionKernel:
+    """Raises: EnvironmentNotFit: the attention kernel that is asked for cannot be used."""
+    config = hf.config.get_text_config()
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    windows = getattr(config, "sliding_window", None) is not None
+    return choose_attention(options.kernels.attention, options.device, options.dtype, head_dim, windows=windows)[0]
+
+
 class HfModel(nn.Module):
     """A `PackedModel` around an unmodified transformers model. Evaluation mode throughout: dropout would make the
     trainer's probabilities differ from the engine's."""
@@ -73,8 +83,8 @@ class HfModel(nn.Module):
         self.hf = hf
         self.vocab_size = int(hf.get_output_embeddings().weight.shape[0])
         self.context = options.context
-        self.kernel: AttentionKernel | None = None
-        self.kernels = Kernels()
+        self.kernel = _choose_kernel(hf, options)
+        self.kernels = Kernels(cast(AttentionName, self.kernel.name), "torch")
         hf.set_attn_implementation(ATTENTION)
 
     @property

@@ -23,7 +23,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 class _Swiglu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gate_up):  # type: ignore[no-untyped-def]
+    def forward(ctx, gate_up):
         rows = rows_of(gate_up)
         width = rows.shape[1] // 2
         out = torch.empty(len(rows), width, dtype=rows.dtype, device=rows.device)
@@ -33,7 +33,7 @@ class _Swiglu(torch.autograd.Function):
         return out.view(*gate_up.shape[:-1], width)
 
     @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+    def backward(ctx, grad):
         (rows,) = ctx.saved_tensors
         width = rows.shape[1] // 2
         of_out = rows_of(grad)
@@ -45,7 +45,7 @@ class _Swiglu(torch.autograd.Function):
 
 
 @triton.jit
-def _forward_kernel(gate_up, out, width, stride, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _forward_kernel(gate_up, out, width, stride, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
@@ -57,7 +57,7 @@ def _forward_kernel(gate_up, out, width, stride, BLOCK: tl.constexpr):  # type: 
 
 
 @triton.jit
-def _backward_kernel(gate_up, grad, out, width, stride, grad_stride, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _backward_kernel(gate_up, grad, out, width, stride, grad_stride, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width

@@ -168,9 +168,9 @@ def _make_ops(name: str) -> Ops:
         from prl_models.kernels.triton_ops import TritonOps
 
         return TritonOps()
-    from prl_models.kernels import libraries
+    from prl_models.kernels.libraries import LigerOps, QuackOps
 
-    return libraries.LigerOps() if name == "liger" else libraries.QuackOps()
+    return LigerOps() if name == "liger" else QuackOps()
 
 
 def _flash4() -> AttentionKernel:

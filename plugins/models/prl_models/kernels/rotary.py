@@ -14,6 +14,9 @@ from torch import Tensor
 
 from prl_models.kernels.launch import persistent, power_of_two
 
+_HEADS = 16
+"""Heads of a token that are in registers at once."""
+
 
 def qk_norm_rope(
     q: Tensor, k: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor
@@ -40,7 +43,7 @@ def qkv_norm_rope(
 
 class _QkNormRope(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, q_weight, k_weight, eps, cos, sin):  # type: ignore[no-untyped-def]
+    def forward(ctx, q, k, q_weight, k_weight, eps, cos, sin):
         q, k = _neighbours(q), _neighbours(k)
         cos, sin = cos.contiguous(), sin.contiguous()
         ctx.save_for_backward(q, k, q_weight, k_weight, cos, sin)
@@ -48,7 +51,7 @@ class _QkNormRope(torch.autograd.Function):
         return _forward(q, k, q_weight, k_weight, eps, cos, sin)
 
     @staticmethod
-    def backward(ctx, grad_q, grad_k):  # type: ignore[no-untyped-def]
+    def backward(ctx, grad_q, grad_k):
         q, k, q_weight, k_weight, cos, sin = ctx.saved_tensors
         of_q, of_k = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
         of_weights = _backward(
@@ -60,7 +63,7 @@ class _QkNormRope(torch.autograd.Function):
 
 class _QkvNormRope(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, qkv, heads, kv_heads, q_weight, k_weight, eps, cos, sin):  # type: ignore[no-untyped-def]
+    def forward(ctx, qkv, heads, kv_heads, q_weight, k_weight, eps, cos, sin):
         qkv = _neighbours(qkv)
         cos, sin = cos.contiguous(), sin.contiguous()
         ctx.save_for_backward(qkv, q_weight, k_weight, cos, sin)
@@ -69,14 +72,12 @@ class _QkvNormRope(torch.autograd.Function):
         return *_forward(q, k, q_weight, k_weight, eps, cos, sin), v
 
     @staticmethod
-    def backward(ctx, grad_q, grad_k, grad_v):  # type: ignore[no-untyped-def]
+    def backward(ctx, grad_q, grad_k, grad_v):
         qkv, q_weight, k_weight, cos, sin = ctx.saved_tensors
         out = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
         q, k, _ = _split(qkv, ctx.heads)
         gradients = (_neighbours(grad_q), _neighbours(grad_k), _neighbours(grad_v))
-        of_weights = _backward(
-            gradients, (q, k), _split(out, ctx.heads), q_weight, k_weight, ctx.eps, cos, sin
-        )
+        of_weights = _backward(gradients, (q, k), _split(out, ctx.heads), q_weight, k_weight, ctx.eps, cos, sin)
         return out, None, None, *of_weights, None, None, None
 
 
@@ -165,22 +166,22 @@ def _constants(
     dim = q.shape[-1]
     rotated = cos.shape[-1] > 0
     half = cos.shape[-1] if rotated else dim // 2
-    size = power_of_two(q.shape[1]) * power_of_two(dim)
+    heads, kv_heads = (min(_HEADS, power_of_two(x.shape[1])) for x in (q, k))
     return {
         "HEADS": q.shape[1],
         "KV_HEADS": k.shape[1],
         "DIM": dim,
         "HALF": half,
         "REST": dim - 2 * half,
-        "HEADS_BLOCK": power_of_two(q.shape[1]),
-        "KV_BLOCK": power_of_two(k.shape[1]),
+        "HEADS_BLOCK": heads,
+        "KV_BLOCK": kv_heads,
         "HALF_BLOCK": power_of_two(half),
         "REST_BLOCK": power_of_two(dim - 2 * half),
         "DIM_BLOCK": power_of_two(dim),
         "Q_NORM": q_weight is not None,
         "K_NORM": k_weight is not None,
         "ROTATE": rotated,
-        "num_warps": 2 if size <= 1024 else 4 if size <= 4096 else 8,
+        "num_warps": 2 if heads * dim <= 1024 else 4,
     }
 
 
@@ -212,7 +213,7 @@ def _forward_kernel(
     Q_NORM: tl.constexpr,
     K_NORM: tl.constexpr,
     ROTATE: tl.constexpr,
-):  # type: ignore[no-untyped-def]
+):
     token = tl.program_id(0).to(tl.int64)
     cos += token * HALF
     sin += token * HALF
@@ -244,32 +245,33 @@ def _heads_forward(
     REST_BLOCK: tl.constexpr,
     NORM: tl.constexpr,
     ROTATE: tl.constexpr,
-):  # type: ignore[no-untyped-def]
+):
     """All heads of one token: x [COUNT, DIM] with `stride` between heads -> out, without gaps."""
-    head = tl.arange(0, BLOCK)[:, None]
     column, tail = tl.arange(0, HALF_BLOCK)[None, :], tl.arange(0, REST_BLOCK)[None, :]
-    halves, rests = (head < COUNT) & (column < HALF), (head < COUNT) & (tail < REST)
     kind = out.dtype.element_ty
-    x += head * stride
-    first = tl.load(x + column, halves, 0.0).to(tl.float32)
-    second = tl.load(x + HALF + column, halves, 0.0).to(tl.float32)
-    rest = tl.load(x + 2 * HALF + tail, rests, 0.0).to(tl.float32)
-    if NORM:
-        square = tl.sum(first * first, 1) + tl.sum(second * second, 1) + tl.sum(rest * rest, 1)
-        scale = tl.rsqrt(square / DIM + eps)[:, None]
-        first = _weighted(first * scale, weight, column, HALF, kind)
-        second = _weighted(second * scale, weight + HALF, column, HALF, kind)
-        rest = _weighted(rest * scale, weight + 2 * HALF, tail, REST, kind)
-    if ROTATE:
-        c = tl.load(cos + column, column < HALF, 0.0).to(tl.float32)
-        s = tl.load(sin + column, column < HALF, 0.0).to(tl.float32)
-        before = first
-        first = _rounded(first * c, kind) - _rounded(second * s, kind)
-        second = _rounded(second * c, kind) + _rounded(before * s, kind)
-    out += head * DIM
-    tl.store(out + column, first.to(kind), halves)
-    tl.store(out + HALF + column, second.to(kind), halves)
-    tl.store(out + 2 * HALF + tail, rest.to(kind), rests)
+    for start in tl.static_range(0, COUNT, BLOCK):
+        head = start + tl.arange(0, BLOCK)[:, None]
+        halves, rests = (head < COUNT) & (column < HALF), (head < COUNT) & (tail < REST)
+        at = x + head * stride
+        first = tl.load(at + column, halves, 0.0).to(tl.float32)
+        second = tl.load(at + HALF + column, halves, 0.0).to(tl.float32)
+        rest = tl.load(at + 2 * HALF + tail, rests, 0.0).to(tl.float32)
+        if NORM:
+            square = tl.sum(first * first, 1) + tl.sum(second * second, 1) + tl.sum(rest * rest, 1)
+            scale = tl.rsqrt(square / DIM + eps)[:, None]
+            first = _weighted(first * scale, weight, column, HALF, kind)
+            second = _weighted(second * scale, weight + HALF, column, HALF, kind)
+            rest = _weighted(rest * scale, weight + 2 * HALF, tail, REST, kind)
+        if ROTATE:
+            c = tl.load(cos + column, column < HALF, 0.0).to(tl.float32)
+            s = tl.load(sin + column, column < HALF, 0.0).to(tl.float32)
+            before = first
+            first = _rounded(first * c, kind) - _rounded(second * s, kind)
+            second = _rounded(second * c, kind) + _rounded(before * s, kind)
+        to = out + head * DIM
+        tl.store(to + column, first.to(kind), halves)
+        tl.store(to + HALF + column, second.to(kind), halves)
+        tl.store(to + 2 * HALF + tail, rest.to(kind), rests)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -319,7 +321,7 @@ def _backward_kernel(
     Q_NORM: tl.constexpr,
     K_NORM: tl.constexpr,
     ROTATE: tl.constexpr,
-):  # type: ignore[no-untyped-def]
+):
     q_first = tl.zeros((HEADS_BLOCK, HALF_BLOCK), tl.float32)
     q_second = tl.zeros((HEADS_BLOCK, HALF_BLOCK), tl.float32)
     q_rest = tl.zeros((HEADS_BLOCK, REST_BLOCK), tl.float32)
@@ -376,57 +378,64 @@ def _heads_backward(
     REST_BLOCK: tl.constexpr,
     NORM: tl.constexpr,
     ROTATE: tl.constexpr,
-):  # type: ignore[no-untyped-def]
+):
     """The gradient of one token's heads into `out`; the weight's is added to the sums `of_*`."""
-    head = tl.arange(0, BLOCK)[:, None]
     column, tail = tl.arange(0, HALF_BLOCK)[None, :], tl.arange(0, REST_BLOCK)[None, :]
-    halves, rests = (head < COUNT) & (column < HALF), (head < COUNT) & (tail < REST)
     kind = out.dtype.element_ty
-    grad += head * grad_stride
-    g_first = tl.load(grad + column, halves, 0.0).to(tl.float32)
-    g_second = tl.load(grad + HALF + column, halves, 0.0).to(tl.float32)
-    g_rest = tl.load(grad + 2 * HALF + tail, rests, 0.0).to(tl.float32)
-    if ROTATE:
-        c = tl.load(cos + column, column < HALF, 0.0).to(tl.float32)
-        s = tl.load(sin + column, column < HALF, 0.0).to(tl.float32)
-        before = g_first
-        g_first = g_first * c + g_second * s
-        g_second = g_second * c - before * s
-    if NORM:
-        x += head * stride
-        first = tl.load(x + column, halves, 0.0).to(tl.float32)
-        second = tl.load(x + HALF + column, halves, 0.0).to(tl.float32)
-        rest = tl.load(x + 2 * HALF + tail, rests, 0.0).to(tl.float32)
-        square = tl.sum(first * first, 1) + tl.sum(second * second, 1) + tl.sum(rest * rest, 1)
-        scale = tl.rsqrt(square / DIM + eps)[:, None]
-        first, second, rest = first * scale, second * scale, rest * scale
-        of_first += g_first * _rounded(first, kind)
-        of_second += g_second * _rounded(second, kind)
-        of_rest += g_rest * _rounded(rest, kind)
-        g_first *= _weight(weight, column, HALF, kind)
-        g_second *= _weight(weight + HALF, column, HALF, kind)
-        g_rest *= _weight(weight + 2 * HALF, tail, REST, kind)
-        along = tl.sum(g_first * first, 1) + tl.sum(g_second * second, 1) + tl.sum(g_rest * rest, 1)
-        along = (along / DIM)[:, None]
-        g_first = scale * (g_first - first * along)
-        g_second = scale * (g_second - second * along)
-        g_rest = scale * (g_rest - rest * along)
-    out += head * out_stride
-    tl.store(out + column, g_first.to(kind), halves)
-    tl.store(out + HALF + column, g_second.to(kind), halves)
-    tl.store(out + 2 * HALF + tail, g_rest.to(kind), rests)
+    for start in tl.static_range(0, COUNT, BLOCK):
+        head = start + tl.arange(0, BLOCK)[:, None]
+        halves, rests = (head < COUNT) & (column < HALF), (head < COUNT) & (tail < REST)
+        at = grad + head * grad_stride
+        g_first = tl.load(at + column, halves, 0.0).to(tl.float32)
+        g_second = tl.load(at + HALF + column, halves, 0.0).to(tl.float32)
+        g_rest = tl.load(at + 2 * HALF + tail, rests, 0.0).to(tl.float32)
+        if ROTATE:
+            c = tl.load(cos + column, column < HALF, 0.0).to(tl.float32)
+            s = tl.load(sin + column, column < HALF, 0.0).to(tl.float32)
+            before = g_first
+            g_first = g_first * c + g_second * s
+            g_second = g_second * c - before * s
+        if NORM:
+            at = x + head * stride
+            first = tl.load(at + column, halves, 0.0).to(tl.float32)
+            second = tl.load(at + HALF + column, halves, 0.0).to(tl.float32)
+            rest = tl.load(at + 2 * HALF + tail, rests, 0.0).to(tl.float32)
+            square = tl.sum(first * first, 1) + tl.sum(second * second, 1) + tl.sum(rest * rest, 1)
+            scale = tl.rsqrt(square / DIM + eps)[:, None]
+            first, second, rest = first * scale, second * scale, rest * scale
+            of_first += g_first * _rounded(first, kind)
+            of_second += g_second * _rounded(second, kind)
+            of_rest += g_rest * _rounded(rest, kind)
+            g_first *= _weight(weight, column, HALF, kind)
+            g_second *= _weight(weight + HALF, column, HALF, kind)
+            g_rest *= _weight(weight + 2 * HALF, tail, REST, kind)
+            along = tl.sum(g_first * first, 1) + tl.sum(g_second * second, 1) + tl.sum(g_rest * rest, 1)
+            along = (along / DIM)[:, None]
+            g_first = scale * (g_first - first * along)
+            g_second = scale * (g_second - second * along)
+            g_rest = scale * (g_rest - rest * along)
+        to = out + head * out_stride
+        tl.store(to + column, g_first.to(kind), halves)
+        tl.store(to + HALF + column, g_second.to(kind), halves)
+        tl.store(to + 2 * HALF + tail, g_rest.to(kind), rests)
     return of_first, of_second, of_rest
 
 
 @triton.jit
-def _copy_heads(x, out, stride, out_stride, COUNT: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: E501
-    head, column = tl.arange(0, BLOCK)[:, None], tl.arange(0, WIDTH)[None, :]
-    there = (head < COUNT) & (column < DIM)
-    tl.store(out + head * out_stride + column, tl.load(x + head * stride + column, there), there)
+def _copy_heads(
+    x, out, stride, out_stride, COUNT: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr
+):
+    column = tl.arange(0, WIDTH)[None, :]
+    for start in tl.static_range(0, COUNT, BLOCK):
+        head = start + tl.arange(0, BLOCK)[:, None]
+        there = (head < COUNT) & (column < DIM)
+        tl.store(out + head * out_stride + column, tl.load(x + head * stride + column, there), there)
 
 
 @triton.jit
-def _store_sums(out, first, second, rest, HALF: tl.constexpr, REST: tl.constexpr, HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: E501
+def _store_sums(
+    out, first, second, rest, HALF: tl.constexpr, REST: tl.constexpr, HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr
+):
     column, tail = tl.arange(0, HALF_BLOCK), tl.arange(0, REST_BLOCK)
     tl.store(out + column, tl.sum(first, 0), column < HALF)
     tl.store(out + HALF + column, tl.sum(second, 0), column < HALF)
@@ -434,15 +443,15 @@ def _store_sums(out, first, second, rest, HALF: tl.constexpr, REST: tl.constexpr
 
 
 @triton.jit
-def _weighted(x, weight, column, COUNT: tl.constexpr, kind: tl.constexpr):  # type: ignore[no-untyped-def]
+def _weighted(x, weight, column, COUNT: tl.constexpr, kind: tl.constexpr):
     return _rounded(_rounded(x, kind) * _weight(weight, column, COUNT, kind), kind)
 
 
 @triton.jit
-def _weight(weight, column, COUNT: tl.constexpr, kind: tl.constexpr):  # type: ignore[no-untyped-def]
+def _weight(weight, column, COUNT: tl.constexpr, kind: tl.constexpr):
     return _rounded(tl.load(weight + column, column < COUNT, 0.0), kind)
 
 
 @triton.jit
-def _rounded(x, kind: tl.constexpr):  # type: ignore[no-untyped-def]
+def _rounded(x, kind: tl.constexpr):
     return x.to(kind).to(tl.float32)
