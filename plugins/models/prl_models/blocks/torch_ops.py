@@ -51,20 +51,6 @@ class TorchOps:
         q, k, v = _QkvNormRope.apply(qkv, heads, kv_heads, q_weight, k_weight, eps, cos, sin)
         return q, k, v
 
-    def qkv_norm_rope(
-        self,
-        qkv: Tensor,
-        heads: int,
-        kv_heads: int,
-        q_weight: Tensor | None,
-        k_weight: Tensor | None,
-        eps: float,
-        cos: Tensor,
-        sin: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = qkv.unflatten(-1, (heads + 2 * kv_heads, -1)).split((heads, kv_heads, kv_heads), dim=1)
-        return *self.qk_norm_rope(q, k, q_weight, k_weight, eps, cos, sin), v
-
     def swiglu(self, gate_up: Tensor) -> Tensor:
         out: Tensor = _SwiGlu.apply(gate_up)
         return out
