@@ -1,0 +1,174 @@
+"""Coming steps prepared ahead: the same in any number of workers, bounded, and with no process left behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from prl.config.schema import SftConfig
+from prl.errors import ConfigError, RunFailed
+from prl.packing import DEFAULT_COST
+from prl_trainer_fsdp.sft.feed import Feed
+from prl_trainer_fsdp.sft.prefetch import Prefetcher, Process
+from prl_trainer_fsdp.sft.steps import Part
+
+from .sft_helpers import conversations, save_tokenizer, turns, write_jsonl
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(out)
+    (out / "config.json").write_text('{"model_type": "llama"}')
+    return out
+
+
+def feed(folder: Path, **data: Any) -> Feed:
+    train = write_jsonl(folder / "train.jsonl", conversations())
+    table = {"train": train, "steps": 8, "batch_size": 4, "shuffle": True, **data}
+    config = {"model": {"path": str(folder)}, "data": table, "trainer": {"use": "fsdp", "row_tokens": 32}}
+    return Feed(SftConfig.model_validate(config))
+
+
+def parts(feed: Feed, rank: int = 0, ranks: int = 1, first: int = 1) -> list[Part]:
+    feed.start(first, rank, ranks, DEFAULT_COST)
+    try:
+        return [feed.take(step)[0] for step in range(first, feed.steps + 1)]
+    finally:
+        feed.close()
+
+
+def test_workers_and_their_number_change_nothing(folder: Path) -> None:
+    alone = parts(feed(folder))
+    assert parts(feed(folder, workers=2)) == alone
+    assert parts(feed(folder), first=5) == alone[4:]
+
+
+def test_ranks_share_a_step(folder: Path) -> None:
+    (whole,), left, right = (parts(feed(folder, steps=1), rank, ranks) for rank, ranks in ((0, 1), (0, 2), (1, 2)))
+    halves = [left[0], right[0]]
+    assert {len(part.rows) for part in halves} == {max(len(part.rows) for part in halves)}
+    assert {part.trained for part in halves} == {whole.trained} and {part.examples for part in halves} == {4}
+    rows = [row for part in halves for row in part.rows]
+    assert sorted(n for row in rows for n in row.lengths) == sorted(n for row in whole.rows for n in row.lengths)
+
+
+def test_what_is_wrong_in_a_worker_is_raised_at_its_step(folder: Path, tmp_path: Path) -> None:
+    """A row of a dataset is looked at when it is read: here the fifth, in step 2."""
+    datasets = pytest.importorskip("datasets", reason="the datasets library is optional")
+    rows = [*conversations()[:4], {"messages": turns("a")}, *conversations()[4:]] * 20
+    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "data")
+    for workers in (0, 1):
+        with pytest.raises(ConfigError, match=r"data:5: it has no token to train"):
+            feed(folder, train=str(tmp_path / "data"), shuffle=False)
+        found = feed(folder, train=str(tmp_path / "data"), shuffle=False, on_bad_row="skip", workers=workers)
+        taken = parts(found)
+        assert [part.left_out for part in taken[:3]] == [{}, {"bad_row": 1}, {}]
+        assert taken[1].notes == [f"{tmp_path}/data:5: it has no token to train: its turns are user, and no "
+                                  "assistant's turn of them is trained"]  # fmt: skip
+
+
+def test_an_error_in_a_worker_is_the_trainers(folder: Path) -> None:
+    found = feed(folder, workers=1, too_long="skip")
+    orders = found._orders(0, 1, DEFAULT_COST)
+    shorter = msgspec.structs.replace(orders, row_tokens=3, data=orders.data.replace(b'"skip"', b'"stop"', 1))
+    process = Process(shorter)
+    try:
+        with pytest.raises(ConfigError, match="train.jsonl:.*tokens and a packed row holds 3|none of its examples"):
+            process(1)
+    finally:
+        process.close()
+
+
+def test_a_worker_that_dies_ends_the_run_with_a_reason(folder: Path) -> None:
+    found = feed(folder, workers=1, steps=10_000)
+    found.start(1, 0, 1, DEFAULT_COST)
+    try:
+        found.take(1)
+        assert found._prefetcher is not None
+        (process,) = found._prefetcher._prepare
+        assert isinstance(process, Process)
+        process.process.kill()
+        with pytest.raises(RunFailed, match=r"data.workers.*ended with code -9 at step"):
+            for step in range(2, 10):
+                found.take(step)
+    finally:
+        found.close()
+
+
+def test_a_worker_does_not_outlive_its_trainer(folder: Path) -> None:
+    """The trainer is killed; the worker's stdin ends with it."""
+    orders = feed(folder, workers=1)._orders(0, 1, DEFAULT_COST)
+    code = (
+        "import os, sys, msgspec, time\n"
+        "from prl_trainer_fsdp.sft.prefetch import Process\n"
+        "from prl_trainer_fsdp.sft.worker import Orders\n"
+        "process = Process(msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Orders))\n"
+        "process(1)\n"
+        "print(process.process.pid, flush=True)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=msgspec.msgpack.encode(orders), capture_output=True, timeout=60, check=False
+    )
+    worker = int(done.stdout)
+    deadline = time.monotonic() + 20
+    while _lives(worker) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _lives(worker)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return (
+        "Z" not in Path(f"/proc/{pid}/stat").read_text().split(") ")[1][:1] if Path(f"/proc/{pid}").exists() else False
+    )
+
+
+def test_no_more_is_prepared_ahead_than_was_said() -> None:
+    prepared: list[int] = []
+    reached = threading.Event()
+
+    def prepare(step: int) -> Part:
+        prepared.append(step)
+        if step == 4:  # one taken, two in the queue, one that waits for room
+            reached.set()
+        return Part([], step, 0, {}, [])
+
+    prefetcher = Prefetcher([prepare], 1, 100, depth=2)
+    try:
+        assert prefetcher.take(1)[0].trained == 1
+        assert reached.wait(10)
+        time.sleep(0.3)
+        assert prepared == [1, 2, 3, 4]
+    finally:
+        prefetcher.close()
+    assert not any(thread.name.startswith("data-") for thread in threading.enumerate())
+
+
+def test_a_step_that_is_never_ready_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prl_trainer_fsdp.sft.prefetch.DEADLINE_S", 0.1)
+    release = threading.Event()
+
+    def prepare(step: int) -> Part:
+        release.wait(20)
+        return Part([], 1, 0, {}, [])
+
+    prefetcher = Prefetcher([prepare], 1, 2, depth=1)
+    try:
+        with pytest.raises(RunFailed, match="step 1 were not prepared in"):
+            prefetcher.take(1)
+    finally:
+        release.set()
+        prefetcher.close()
