@@ -62,30 +62,24 @@ def test_ranks_share_a_step(folder: Path) -> None:
 
 
 def test_what_is_wrong_in_a_worker_is_raised_at_its_step(folder: Path, tmp_path: Path) -> None:
-    """A row of a dataset is looked at when it is read: here the fifth, in step 2."""
+    """A row of a dataset is looked at when it is read, and only the first 64 of them before the run: here one is wrong
+    in step 2 of steps of 64."""
     datasets = pytest.importorskip("datasets", reason="the datasets library is optional")
-    rows = [*conversations()[:4], {"messages": turns("a")}, *conversations()[4:]] * 20
-    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "data")
-    for workers in (0, 1):
-        with pytest.raises(ConfigError, match=r"data:5: it has no token to train"):
-            feed(folder, train=str(tmp_path / "data"), shuffle=False)
-        found = feed(folder, train=str(tmp_path / "data"), shuffle=False, on_bad_row="skip", workers=workers)
-        taken = parts(found)
-        assert [part.left_out for part in taken[:3]] == [{}, {"bad_row": 1}, {}]
-        assert taken[1].notes == [f"{tmp_path}/data:5: it has no token to train: its turns are user, and no "
-                                  "assistant's turn of them is trained"]  # fmt: skip
-
-
-def test_an_error_in_a_worker_is_the_trainers(folder: Path) -> None:
-    found = feed(folder, workers=1, too_long="skip")
-    orders = found._orders(0, 1, DEFAULT_COST)
-    shorter = msgspec.structs.replace(orders, row_tokens=3, data=orders.data.replace(b'"skip"', b'"stop"', 1))
-    process = Process(shorter)
+    rows = (conversations() * 20)[:127]
+    datasets.Dataset.from_list([*rows[:100], {"messages": turns("a")}, *rows[100:]]).save_to_disk(tmp_path / "data")
+    data = {"train": str(tmp_path / "data"), "shuffle": False, "batch_size": 64, "steps": 2}
+    wrong = "data:101: it has no token to train: its turns are user"
+    found = feed(folder, workers=1, **data)
+    found.start(1, 0, 1, DEFAULT_COST)
     try:
-        with pytest.raises(ConfigError, match="train.jsonl:.*tokens and a packed row holds 3|none of its examples"):
-            process(1)
+        assert found.take(1)[0].examples == 64
+        with pytest.raises(ConfigError, match=wrong):
+            found.take(2)
     finally:
-        process.close()
+        found.close()
+    skipped = parts(feed(folder, on_bad_row="skip", **data))
+    assert [part.left_out for part in skipped] == [{}, {"bad_row": 1}]
+    assert wrong in skipped[1].notes[0]
 
 
 def test_a_worker_that_dies_ends_the_run_with_a_reason(folder: Path) -> None:
