@@ -124,7 +124,7 @@ def model_table(config: BenchConfig, runtime: Runtime, folder: Path) -> ModelTab
     if not config.bench.shapes:
         return config.model
     path = folder / "model"
-    if runtime.is_leader:
+    if runtime.is_leader and not (path / "config.json").exists():  # of a former measurement in this folder
         write_model(config.bench.shapes, path, runtime.device, config.seed)
     if runtime.world > 1:
         dist.barrier()
