@@ -8,7 +8,7 @@ PROJECTS := $(wildcard core/pyproject.toml cli/pyproject.toml plugins/*/pyprojec
 PACKAGES := core/prl cli/prl_cli $(wildcard plugins/*/prl_*) $(wildcard plugins/*/*/prl_*)
 PYTEST := $(BIN)/python -m pytest -rs
 
-.PHONY: help setup lint test test-slow test-gpu demo bench-peer bench-overlap bench-dataplane bench-generation clean
+.PHONY: help setup lint test test-slow test-gpu demo bench-peer bench-overlap bench-dataplane bench-generation bench-trainer bench-head clean
 
 help:
 	@echo "make setup            create .venv and install every distribution into it"
@@ -21,6 +21,8 @@ help:
 	@echo "make bench-overlap    how much asynchrony gains"
 	@echo "make bench-dataplane  rollouts and packed tokens per second"
 	@echo "make bench-generation CPU time of engine and gateway"
+	@echo "make bench-trainer    the trainer's step beside its peer's, on one NVIDIA GPU"
+	@echo "make bench-head       memory of the chunked head beside the plain one"
 	@echo "make clean            remove caches and build outputs; .venv and runs stay"
 
 setup: $(STAMP)
@@ -63,6 +65,12 @@ bench-dataplane: setup
 
 bench-generation: setup
 	$(BIN)/python benchmarks/generation.py
+
+bench-trainer: setup
+	$(BIN)/python benchmarks/trainer_peer.py
+
+bench-head: setup
+	$(BIN)/python benchmarks/head_memory.py
 
 clean:
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -37,7 +37,7 @@ from prl_trainer_fsdp.config import FsdpConfig
 from prl_trainer_fsdp.parallel import start
 
 HEAD_CHUNK = 2048
-ATTENTION = "flash4_packed"
+ATTENTION = "peer_packed"
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -93,11 +93,9 @@ def attend_backward(
             max_seqlen_k=longest,
         )
         return found[0], found[1], found[2]
-    with torch.enable_grad():
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        again = _each_document(leaves[0], leaves[1], leaves[2], bounds, scale)
-    dq, dk, dv = torch.autograd.grad(again, leaves, grad)
-    return dq.contiguous(), dk.contiguous(), dv.contiguous()
+    parts = [_document_backward(*one, scale) for one in _documents(bounds, grad, q, k, v)]
+    dq, dk, dv = (torch.cat(found) for found in zip(*parts, strict=True))
+    return dq, dk, dv
 
 
 @attend_backward.register_fake
@@ -121,14 +119,32 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
 attend.register_autograd(_backward, setup_context=_keep)
 
 
-def _each_document(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float) -> Tensor:
+def _documents(bounds: Tensor, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
+    """[T, heads, D] each -> [heads, length, D] of every document."""
     lengths = bounds.diff().tolist()
-    parts = []
-    for one in zip(*(x.split(lengths) for x in (q, k, v)), strict=True):
-        heads = (x.transpose(0, 1) for x in one)
-        out = F.scaled_dot_product_attention(*heads, is_causal=True, scale=scale, enable_gqa=True)
-        parts.append(out.transpose(0, 1))
+    return list(zip(*([part.transpose(0, 1) for part in x.split(lengths)] for x in tensors), strict=True))
+
+
+def _each_document(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float) -> Tensor:
+    parts = [
+        F.scaled_dot_product_attention(*one, is_causal=True, scale=scale, enable_gqa=True).transpose(0, 1)
+        for one in _documents(bounds, q, k, v)
+    ]
     return torch.cat(parts)
+
+
+def _document_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Written out: without a GPU, where only small sizes are tried. An operation has no autograd inside."""
+    groups = len(q) // len(k)
+    keys, values = (x.repeat_interleave(groups, 0).float() for x in (k, v))
+    hidden = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).triu_(1)
+    p = (scale * q.float() @ keys.transpose(1, 2)).masked_fill_(hidden, float("-inf")).softmax(-1)
+    ds = p * (grad.float() @ values.transpose(1, 2))
+    ds = scale * (ds - p * ds.sum(-1, keepdim=True))
+    dk, dv = ds.transpose(1, 2) @ q.float(), p.transpose(1, 2) @ grad.float()
+    dk, dv = (x.unflatten(0, (len(k), groups)).sum(1) for x in (dk, dv))
+    found = [x.to(q.dtype).transpose(0, 1).contiguous() for x in (ds @ keys, dk, dv)]
+    return found[0], found[1], found[2]
 
 
 def attention(
@@ -201,7 +217,9 @@ class Peer:
     ) -> None:
         compiled = cast(
             Compile,
-            (lambda f: f) if backend == "none" else functools.partial(torch.compile, backend=backend, dynamic=False),
+            (lambda f: f)
+            if backend == "none"
+            else functools.partial(torch.compile, backend=backend, dynamic=False, fullgraph=True),
         )
         self.device = device
         self.model = build(config, own.recompute, compiled, device)

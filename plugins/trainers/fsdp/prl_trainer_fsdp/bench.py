@@ -8,6 +8,7 @@ list of one row to rows.json beside REQUEST. PROFILE is where a profile of one m
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from collections.abc import Sequence
 from datetime import date
@@ -25,7 +26,7 @@ from prl.config.load import read_resolved
 from prl.config.schema import ModelTable
 from prl.errors import PrlError
 from prl_models.flops import StepFlops, peak, step_flops
-from prl_models.provider import choose, read_config
+from prl_models.provider import read_config
 from prl_trainer_fsdp.bench_data import denominators, synthetic_rows, with_sampler
 from prl_trainer_fsdp.bench_parts import Clock, Measured, communication_s, kernel_times, measure, profiled, save_profile
 from prl_trainer_fsdp.bench_shapes import write_model
@@ -48,6 +49,8 @@ def main(argv: Sequence[str]) -> int:
         own = cast(FsdpConfig, config.trainer.plugin_config())
         disable_progress_bar()
         runtime = start(own.device, config.trainer.threads)
+        if runtime.is_leader:
+            say_choices()
         row = bench(config, own, runtime, request.parent, Path(argv[1]) if len(argv) > 1 else None)
     except PrlError as error:
         print(f"ERROR {error}", file=sys.stderr, flush=True)
@@ -107,7 +110,7 @@ def bench(config: BenchConfig, own: FsdpConfig, runtime: Runtime, folder: Path, 
         "kernels": {
             "attention": learner.model.kernels.attention,
             "operations": learner.model.kernels.operations,
-            "impl": choose(table.path, table.impl)[0],
+            "impl": implementation(learner.model),
             "compile": own.compile,
         },
         "dtype": config.model.dtype,
@@ -129,6 +132,21 @@ def model_table(config: BenchConfig, runtime: Runtime, folder: Path) -> ModelTab
     if runtime.world > 1:
         dist.barrier()
     return config.model.model_copy(update={"path": str(path)})
+
+
+def say_choices() -> None:
+    """Which model code and kernels are taken, and why, is logged where it is decided."""
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    for name in ("prl_models", "prl_trainer_fsdp"):
+        logger = logging.getLogger(name)
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+
+
+def implementation(model: Any) -> str:
+    """ "hf" for transformers' own code, else "custom"; sharding makes a subclass of whatever class it was."""
+    return "hf" if any(kind.__module__.startswith("prl_models.hf") for kind in type(model).__mro__) else "custom"
 
 
 def model_name(config: BenchConfig) -> str:
