@@ -219,19 +219,28 @@ class TrainSample(msgspec.Struct, array_like=True):
     body: bytes
 
 
-class TrainBatch(msgspec.Struct):
+class TrainUpdate(msgspec.Struct):
     """One optimiser step for one data-parallel rank.
 
     `rows` holds the packed micro-batches of this rank: every rank has the same number, some possibly
-    empty. `denominators` are of the whole step over all ranks, by component ("rl", "ce", "ref_kl").
+    empty. `denominators` are of the whole update over all ranks, by component ("rl", "ce", "ref_kl").
+    """
+
+    rows: list[list[TrainSample]]
+    denominators: dict[str, float]
+
+
+class TrainBatch(msgspec.Struct):
+    """What turns `version` into the next, for one data-parallel rank: `updates`, one after another.
+
+    Ranks that share the rows of another get none: they have them from that rank.
     """
 
     run_id: str
     incarnation: int
     step: int
     version: int
-    rows: list[list[TrainSample]]
-    denominators: dict[str, float]
+    updates: list[TrainUpdate]
 
 
 class TrainReport(msgspec.Struct):

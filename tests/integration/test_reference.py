@@ -19,7 +19,7 @@ import pytest
 
 from prl.config.schema import RunConfig
 from prl.env import stable_seed
-from prl.messages import GenerateRequest, Generation, TrainBatch, TrainSample
+from prl.messages import GenerateRequest, Generation, TrainBatch, TrainSample, TrainUpdate
 from prl.packing import pack
 from prl.protocols import GroupMember
 from prl.types import Credit, Reward, RolloutHeader, SampleBody, SampleHeader, Sampling, Task
@@ -179,6 +179,9 @@ def batch_of(config: RunConfig, samples: list[TrainSample], version: int) -> Tra
         incarnation=0,
         step=version + 1,
         version=version,
-        rows=[[samples[index] for index in row] for row in rows],
-        denominators={"rl": trained, "ce": 1.0, "ref_kl": 1.0},
+        updates=[
+            TrainUpdate(
+                [[samples[index] for index in row] for row in rows], {"rl": trained, "ce": 1.0, "ref_kl": 1.0}
+            )
+        ],
     )

@@ -47,13 +47,39 @@ def _groups_can_be_compared(config: RunConfig) -> Iterator[Problem]:
         )
 
 
+def _trainer_agrees(config: RunConfig | SftConfig) -> Iterator[Problem]:
+    """A trainer's schema may check, as `problems(processes)`, whether it can use so many processes."""
+    problems = getattr(config.trainer.plugin_config(), "problems", None)
+    if problems is not None:
+        for key, message in problems(config.trainer.processes):
+            yield Problem(f"trainer.{key}", message)
+
+
 def _enough_samples_for_every_rank(config: RunConfig) -> Iterator[Problem]:
-    samples = config.loop.groups_per_step * config.loop.group_size
-    if samples < config.trainer.processes:
+    """A trainer's schema may say, as `cp`, how many of its processes share the same samples."""
+    samples = config.loop.groups_per_step * config.loop.group_size // config.trainer.updates_per_batch
+    if samples < config.trainer.processes // getattr(config.trainer.plugin_config(), "cp", 1):
         yield Problem(
             "trainer.processes",
-            f"is {config.trainer.processes}, but a step has {samples} episodes (loop.groups_per_step x "
-            "loop.group_size), so some ranks would have nothing to do",
+            f"is {config.trainer.processes}, but an optimiser step has {samples} episodes (loop.groups_per_step x "
+            "loop.group_size / trainer.updates_per_batch), so some ranks would have nothing to do",
+        )
+
+
+def _every_update_has_a_group(config: RunConfig) -> Iterator[Problem]:
+    updates, groups = config.trainer.updates_per_batch, config.loop.groups_per_step
+    if updates > groups:
+        yield Problem(
+            "trainer.updates_per_batch",
+            f"is {updates}, but a batch has {groups} groups (loop.groups_per_step), and each goes into one update",
+        )
+
+
+def _updates_are_steps(config: SftConfig) -> Iterator[Problem]:
+    if config.trainer.updates_per_batch > 1:
+        yield Problem(
+            "trainer.updates_per_batch",
+            f"is {config.trainer.updates_per_batch}, but a supervised step is one update of data.batch_size examples",
         )
 
 
@@ -99,9 +125,11 @@ _DATA_FILES = (".jsonl", ".json", ".ndjson", ".parquet")
 _RUN_RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _model_exists,
     _groups_can_be_compared,
+    _trainer_agrees,
+    _every_update_has_a_group,
     _enough_samples_for_every_rank,
     _concurrency_lets_a_group_run,
     _exact_repetition,
     _evaluation_happens,
 )
-_SFT_RULES: tuple[Callable[[SftConfig], Iterator[Problem]], ...] = (_model_exists, _data_exists)
+_SFT_RULES: tuple[Callable[[SftConfig], Iterator[Problem]], ...] = (_model_exists, _trainer_agrees, _data_exists, _updates_are_steps)

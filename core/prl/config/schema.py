@@ -35,7 +35,7 @@ class LoopTable(Table):
     """How much is generated, how old it may be when it is trained on, and when to give up."""
 
     steps: int = Field(100, ge=0)
-    """Optimiser steps. Step s trains policy version s-1 into version s."""
+    """Steps. Step s trains policy version s-1 into version s, with `trainer.updates_per_batch` optimiser steps."""
     groups_per_step: int = Field(32, ge=1)
     """Tasks that make up one batch."""
     group_size: int = Field(8, ge=1)
@@ -122,11 +122,13 @@ class TrainerTable(PluginTable):
     use: str = "fsdp"
     """What computes gradients: an installed trainer, or "./file.py:Name"."""
     processes: int = Field(1, ge=1)
-    """Ranks on this machine, each a process of its own."""
+    """Ranks, each a process of its own."""
     row_tokens: int = Field(8192, ge=16)
     """Tokens of one packed micro-batch at most; no sample may be longer."""
     threads: int = Field(0, ge=0)
     """CPU threads of each rank; 0 leaves it to the numeric library."""
+    updates_per_batch: int = Field(1, ge=1)
+    """Optimiser steps over the groups of one batch, each on a share of them; a step of the run is all of them."""
 
 
 class AlgorithmTable(PluginTable):

@@ -172,14 +172,25 @@ def _header(rollout: Rollout, samples: tuple[SampleHeader, ...]) -> RolloutHeade
 
 
 class WireTrainer:
-    """The trainer's process group: one connection per rank, every collective call sent to all of them."""
+    """The trainer's process group: one connection per rank, every collective call sent to all of them.
+
+    Ranks that share the rows of another say so when they register, with `info["row_rank"]` above 0. Samples are sent to
+    the others alone, which are the data-parallel ranks, in their order.
+    """
 
     def __init__(self, ranks: Sequence[Connection]) -> None:
         self._ranks = sorted(ranks, key=lambda connection: connection.replica)
-        self.dp_size = len(self._ranks)
+        leaders = [rank for rank in self._ranks if not rank.info.get("row_rank", 0)]
+        self.dp_size = len(leaders)
+        self._leaders = {rank.replica: index for index, rank in enumerate(leaders)}
 
     async def train(self, batches: Sequence[TrainBatch]) -> TrainReport:
-        calls = [rank.peer.call(TRAIN, batch, timeout=None) for rank, batch in zip(self._ranks, batches, strict=True)]
+        assert len(batches) == self.dp_size, f"{len(batches)} batches for {self.dp_size} data-parallel ranks"
+        empty = msgspec.structs.replace(batches[0], updates=[])
+        sent = [
+            batches[self._leaders[rank.replica]] if rank.replica in self._leaders else empty for rank in self._ranks
+        ]
+        calls = [rank.peer.call(TRAIN, batch, timeout=None) for rank, batch in zip(self._ranks, sent, strict=True)]
         return (await asyncio.gather(*calls))[0]
 
     async def publish(self, version: int) -> WeightsRef:

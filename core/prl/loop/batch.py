@@ -10,19 +10,21 @@ This is where the guarantee is kept: a sample older than `max_staleness` never p
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Sequence
 
 from prl.loop.groups import Group, Sample
 from prl.loop.schedule import select
 from prl.loop.state import Batch, LoopState
-from prl.messages import TrainBatch, TrainSample
-from prl.packing import pack
+from prl.messages import TrainBatch, TrainSample, TrainUpdate
+from prl.packing import model_cost, pack
 from prl.rows import denominators
 
 
 class Batcher:
     def __init__(self, state: LoopState) -> None:
         self._state = state
+        self._cost = model_cost(state.config.model.path)
 
     async def run(self) -> None:
         state = self._state
@@ -102,21 +104,24 @@ class Batcher:
 
     def _build(self, step: int, groups: list[Group], samples: list[Sample]) -> Batch:
         state = self._state
-        lengths = [sample.header.num_tokens for sample in samples]
-        ranks = pack(lengths, state.config.trainer.row_tokens, state.roles.trainer.dp_size)
-        whole = denominators((sample.header, sample.credit) for sample in samples)
+        trained = [group for group in groups if group.samples]
+        count = min(state.config.trainer.updates_per_batch, len(trained))
+        bounds = [len(trained) * part // count for part in range(count + 1)]
+        parts = [trained[first:last] for first, last in itertools.pairwise(bounds)]
+        updates = [self._update([sample for group in part for sample in group.samples or ()]) for part in parts]
         messages = [
-            TrainBatch(
-                run_id=state.run_id,
-                incarnation=state.incarnation,
-                step=step,
-                version=step - 1,
-                rows=[[_train_sample(samples[index]) for index in row] for row in rows],
-                denominators=whole,
-            )
-            for rows in ranks
+            TrainBatch(state.run_id, state.incarnation, step, step - 1, [update[rank] for update in updates])
+            for rank in range(state.roles.trainer.dp_size)
         ]
-        return Batch(step, groups, samples, messages, sum(lengths))
+        return Batch(step, groups, samples, messages, sum(sample.header.num_tokens for sample in samples))
+
+    def _update(self, samples: Sequence[Sample]) -> list[TrainUpdate]:
+        """For every data-parallel rank its rows of one optimiser step."""
+        state = self._state
+        lengths = [sample.header.num_tokens for sample in samples]
+        whole = denominators((sample.header, sample.credit) for sample in samples)
+        ranks = pack(lengths, state.config.trainer.row_tokens, state.roles.trainer.dp_size, self._cost)
+        return [TrainUpdate([[_train_sample(samples[index]) for index in row] for row in rows], whole) for rows in ranks]
 
 
 def _train_sample(sample: Sample) -> TrainSample:

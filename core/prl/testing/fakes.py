@@ -21,7 +21,7 @@ from prl.errors import EpisodeFailed
 from prl.loop.groups import Group
 from prl.loop.state import LoopState, Roles
 from prl.loop.tasks import TaskSource
-from prl.messages import EpisodeRequest, TrainBatch, TrainReport, WeightsRef
+from prl.messages import EpisodeRequest, TrainBatch, TrainReport, TrainSample, WeightsRef
 from prl.protocols import GroupMember
 from prl.types import Credit, Outcome, Reward, RolloutHeader, SampleBody, SampleHeader, Split, Task
 
@@ -139,11 +139,12 @@ class FakeTrainer:
 
     async def train(self, batches: Sequence[TrainBatch]) -> TrainReport:
         step = batches[0].step
-        assert step == self.version + 1 and len({len(batch.rows) for batch in batches}) == 1
+        assert step == self.version + 1 and len(batches) == self.dp_size
+        assert len({tuple(len(update.rows) for update in batch.updates) for batch in batches}) == 1
         assert all(batch.version == self.version for batch in batches), "a batch for another version of the policy"
         await asyncio.sleep(self._seconds())
         if self._keep:
-            bodies = [_decode_body(s.body).segment() for batch in batches for row in batch.rows for s in row]
+            bodies = [_decode_body(sample.body).segment() for sample in samples_of(batches)]
             self.trained[step] = [(int(body.versions[body.sampled].min()), len(body.token_ids)) for body in bodies]
         self.version = step
         return TrainReport(batches[0].incarnation, step, step, {"loss": 0.0}, 0.0)
@@ -156,6 +157,13 @@ class FakeTrainer:
 
     async def checkpoint(self, step: int, path: Path) -> dict[str, str]:
         return {}
+
+
+def samples_of(batches: Sequence[TrainBatch]) -> list[TrainSample]:
+    """Of all ranks, in the order they were sent."""
+    return [
+        sample for batch in batches for update in batch.updates for row in update.rows for sample in row
+    ]
 
 
 class FakeAlgorithm:

@@ -16,7 +16,7 @@ from prl.loop import snapshot
 from prl.loop.supervisor import Loop
 from prl.messages import EpisodeRequest, TrainBatch, TrainReport
 from prl.testing import clock
-from prl.testing.fakes import FakeFleet, FakeRunner, FakeTrainer, fake_config, fake_state
+from prl.testing.fakes import FakeFleet, FakeRunner, FakeTrainer, fake_config, fake_state, samples_of
 
 Trained = dict[int, list[Any]]
 
@@ -27,8 +27,8 @@ class Recording(FakeTrainer):
         self._into = trained
 
     async def train(self, batches: Sequence[TrainBatch]) -> TrainReport:
-        samples = [(s.header, s.credit, s.body) for batch in batches for row in batch.rows for s in row]
-        self._into[batches[0].step] = [batches[0].denominators, samples]
+        samples = [(s.header, s.credit, s.body) for s in samples_of(batches)]
+        self._into[batches[0].step] = [[update.denominators for update in batches[0].updates], samples]
         return await super().train(batches)
 
 

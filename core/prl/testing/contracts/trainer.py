@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from prl.config.schema import RunConfig
-from prl.messages import TrainBatch, TrainSample
+from prl.messages import TrainBatch, TrainSample, TrainUpdate
 from prl.plan import Role
 from prl.protocols import TrainerClient, TrainerPlugin
 from prl.rows import denominators
@@ -33,6 +33,17 @@ async def a_step_turns_one_version_into_the_next(client: TrainerClient) -> None:
         assert (report.step, report.version) == (step, step), f"step {step} was reported as {report}"
         wrong = {name: value for name, value in report.metrics.items() if not math.isfinite(value)}
         assert not wrong, f"metrics that are not finite: {wrong}"
+
+
+async def a_batch_may_be_several_updates(client: TrainerClient) -> None:
+    """They run one after another and are one step."""
+    several = batches(1, client.dp_size)
+    for batch in several:
+        batch.updates *= 2
+    report = await client.train(several)
+    assert (report.step, report.version) == (1, 1), f"a step of two updates was reported as {report}"
+    report = await client.train(batches(2, client.dp_size))
+    assert report.version == 2, f"after a step of two updates, the second was reported as {report}"
 
 
 async def what_is_published_is_what_was_asked_for(client: TrainerClient) -> None:
@@ -68,7 +79,7 @@ def batches(step: int, ranks: int) -> list[TrainBatch]:
             row.append(TrainSample(header, Credit(stream, ((header.num_tokens, 1.0),)), body))
         rows.append(row)
     whole = denominators((sample.header, sample.credit) for row in rows for sample in row)
-    return [TrainBatch("contract", 0, step, step - 1, [row], whole) for row in rows]
+    return [TrainBatch("contract", 0, step, step - 1, [TrainUpdate([row], whole)]) for row in rows]
 
 
 def a_config() -> RunConfig:
@@ -93,6 +104,7 @@ def check_role(role: object, name: str) -> None:
 CHECKS = [its_role_is_complete]
 CLIENT_CHECKS: list[Callable[[TrainerClient], Awaitable[None]]] = [
     a_step_turns_one_version_into_the_next,
+    a_batch_may_be_several_updates,
     what_is_published_is_what_was_asked_for,
     a_checkpoint_names_its_files_with_their_checksums,
 ]

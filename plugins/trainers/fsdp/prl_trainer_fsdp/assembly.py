@@ -29,7 +29,7 @@ def assemble(table: ModelTable, config: FsdpConfig, runtime: Runtime) -> Any:
     """
     model: Any = load_model(table.path, table.impl, options(table, config, runtime))
     treat_blocks(model.blocks, config, runtime.device)
-    shard(model, model.blocks, runtime, table.dtype)
+    shard(model, runtime, table.dtype)
     model.fill(scatter_like)
     return model
 
@@ -41,6 +41,7 @@ def options(table: ModelTable, config: FsdpConfig, runtime: Runtime) -> ModelOpt
         device=runtime.device,
         dtype=getattr(torch, table.dtype),
         kernels=kernels,
+        context=runtime.context,
         lora=None if lora is None else Lora(lora.rank, lora.alpha, lora.targets),
         deferred=runtime.world > 1,
     )

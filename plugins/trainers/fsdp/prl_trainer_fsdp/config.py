@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field, model_validator
 
 from prl.contribution import PluginConfig, wrong
+from prl_trainer_fsdp.layout import Layout, make, misfit
 
 Attention = Literal["auto", "flash4", "flash2", "cudnn", "flex", "varlen", "padded"]
 Operations = Literal["auto", "triton", "liger", "quack", "torch"]
@@ -40,9 +42,10 @@ class FsdpConfig(PluginConfig):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How it falls after the warm-up: not at all, in a straight line, or along half a cosine."""
     warmup_steps: int = Field(0, ge=0)
-    """Steps over which it rises in a straight line; step 1 already trains with lr / warmup_steps."""
+    """Optimiser steps over which it rises in a straight line; the first already trains with lr / warmup_steps. With
+    `updates_per_batch` a step of the run is as many optimiser steps."""
     decay_steps: int = Field(0, ge=0)
-    """Step at which it has fallen to `min_lr_ratio`, counted from the start; needed unless constant."""
+    """Optimiser step at which it has fallen to `min_lr_ratio`, counted from the start; needed unless constant."""
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
     """What remains of `lr` at the end of the schedule, as a share of it."""
     betas: tuple[float, float] = (0.9, 0.999)
@@ -90,3 +93,17 @@ class FsdpConfig(PluginConfig):
         if not all(0 <= beta < 1 for beta in self.betas):
             raise wrong("betas", f"both must be at least 0 and below 1, not {list(self.betas)}")
         return self
+
+    def layout(self, world: int) -> Layout:
+        """How so many ranks are laid out.
+
+        Raises:
+            ConfigError: the numbers do not fit; it names the nearest that do.
+        """
+        return make(world, self.dp_replicate, self.dp_shard, self.cp, self.ep)
+
+    def problems(self, processes: int) -> Iterator[tuple[str, str]]:
+        """What is wrong with so many processes: the key to change, and why. Asked before anything starts."""
+        found = misfit(processes, self.dp_replicate, self.dp_shard, self.cp, self.ep)
+        if found is not None:
+            yield found

@@ -2,7 +2,7 @@
 
 Mismatch is measured on tokens that the trainer's own version sampled: there trainer and engine should compute the same
 probability, and what remains is numerics or a bug. Older tokens differ because the policy moved; they are reported
-apart, as drift. With d = log p_trainer - log p_sampler:
+apart, as drift; so are all tokens once the parameters have moved within the step. With d = log p_trainer - log p_sampler:
 
     kl          mean of e^d - 1 - d      the k3 estimator of KL(sampler || trainer) (Schulman 2020)
     p99         99th percentile of |d|
@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from prl.loss import LossOutputs
+from prl.loss import LossInputs, LossOutputs
 from prl_trainer_fsdp.parallel import Runtime, max_over_ranks, sum_over_ranks
 from prl_trainer_fsdp.rows import DeviceRow
 
@@ -40,25 +40,32 @@ class StepMetrics:
         self._sums.setdefault(name, []).append((total, count))
 
     @torch.no_grad()
-    def add_row(
-        self, row: DeviceRow, logprobs: Tensor, entropy: Tensor, outputs: LossOutputs, version: int, real: bool
-    ) -> None:
-        """Book one row; `logprobs` and `entropy` f32[N] of its targets. One that is not `real` counts nothing."""
+    def add_row(self, row: DeviceRow, inputs: LossInputs, outputs: LossOutputs, *, moved: bool = False) -> None:
+        """Book one row. `moved`: the parameters are no longer those of `inputs.version`, so nothing is mismatch."""
+        at = row.targets
+        logprobs, entropy = (x.detach().index_select(0, at) for x in (inputs.logprobs, inputs.entropy))
         self.add("train/loss", outputs.loss.detach(), 0.0)
-        self.add("train/entropy", entropy.sum() * real, len(row.targets) * real)
-        self.add("train/tokens", float(len(row.sampled) * real), 0.0)
-        self.add("train/trained_tokens", float(len(row.targets) * real), 0.0)
+        self.add("train/entropy", entropy.sum(), len(at))
+        self.add("train/tokens", float(len(row.sampled)), 0.0)
+        self.add("train/trained_tokens", float(len(at)), 0.0)
         for name, (total, count) in outputs.metrics.items():
             self.add(f"loss/{name}", total, count)
-        sampled = row.sampled.index_select(0, row.targets)
-        age = (version - row.versions.index_select(0, row.targets)) * sampled
-        difference = (logprobs - row.sampler_logprobs.index_select(0, row.targets)).double()
+        sampled = row.sampled.index_select(0, at)
+        age = (inputs.version - row.versions.index_select(0, at)) * sampled
+        difference = (logprobs - row.sampler_logprobs.index_select(0, at)).double()
         difference = difference.clamp(-_MAX_DIFFERENCE, _MAX_DIFFERENCE)
-        for name, where in (("mismatch", sampled & (age == 0)), ("drift", sampled & (age > 0))):
+        own = sampled & (age == 0) if not moved else torch.zeros_like(sampled)
+        for name, where in (("mismatch", own), ("drift", sampled & ~own)):
             self._add_difference(name, difference, where)
         self.add("staleness/token_mean", age.sum(), sampled.sum())
         if len(age):
             self._oldest = torch.maximum(self._oldest, age.max().double())
+
+    def add_nothing(self, outputs: LossOutputs) -> None:
+        """Of a row without tokens, or one that another rank counts: the same names."""
+        names = [*_OF_ROWS, *(f"{kind}/{name}" for kind in _KINDS for name in ("kl", "mean_exp", "tokens"))]
+        for name in (*names, *(f"loss/{name}" for name in outputs.metrics)):
+            self.add(name, 0.0, 0.0)
 
     def _add_difference(self, name: str, difference: Tensor, where: Tensor) -> None:
         weight = where.double()
@@ -93,6 +100,7 @@ class StepMetrics:
 
 
 _KINDS = ("mismatch", "drift")
+_OF_ROWS = ("train/loss", "train/entropy", "train/tokens", "train/trained_tokens", "staleness/token_mean")
 _SUMS = ("train/loss", "train/tokens", "train/trained_tokens", "mismatch/tokens", "drift/tokens")
 
 

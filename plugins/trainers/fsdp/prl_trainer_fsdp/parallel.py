@@ -1,7 +1,8 @@
 """Processes, devices and sharding.
 
-A float32 model in one process is left as it is. Everything else goes through FSDP2: several processes share parameters,
-gradients and moments; bfloat16 computes with bfloat16 copies of float32 parameters, also in one process.
+In one process a model is left as it is where it computes in float32, or casts its weights where it uses them. Everything
+else goes through FSDP2: several processes share parameters, gradients and moments, and bfloat16 computes with bfloat16
+copies of float32 parameters.
 
 Every loss is divided by denominators of the whole step, so gradients of ranks are summed, never averaged.
 """
@@ -9,86 +10,157 @@ Every loss is divided by denominators of the whole step, so gradients of ranks a
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from prl.errors import EnvironmentNotFit
+from prl.config.schema import RunConfig, SftConfig
+from prl.errors import ConfigError, EnvironmentNotFit
+from prl_models.blocks.context import ContextParallel
+from prl_trainer_fsdp import mesh
+from prl_trainer_fsdp.config import FsdpConfig
+from prl_trainer_fsdp.layout import Layout
 from prl_trainer_fsdp.ranks import MEETING_PLACE
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """This process among the `world` of its group."""
+    """This process among the `world` of its group. `meshes` are None in a process alone."""
 
     rank: int
     world: int
     device: torch.device
+    layout: Layout = Layout()
+    meshes: mesh.Meshes | None = None
 
     @property
     def is_leader(self) -> bool:
         return self.rank == 0
 
+    @property
+    def data_rank(self) -> int:
+        """Which rows are this rank's, of `layout.data_ranks`."""
+        return self.rank // self.layout.cp
 
-def start(device: Literal["auto", "cpu", "cuda"], threads: int, environ: Mapping[str, str] = os.environ) -> Runtime:
+    @property
+    def context_rank(self) -> int:
+        """This rank's place among those that share its rows; 0 counts what all of them compute."""
+        return self.rank % self.layout.cp
+
+    @property
+    def context(self) -> ContextParallel | None:
+        return None if self.meshes is None else self.meshes.context
+
+
+def start(config: RunConfig | SftConfig, environ: Mapping[str, str] = os.environ) -> Runtime:
     """Choose the device and join the process group that the environment describes: `ranks`' or torchrun's.
 
     Raises:
-        EnvironmentNotFit: CUDA is asked for and there is none.
+        ConfigError: so many processes cannot be laid out as the configuration says, or ranks have different ones.
+        EnvironmentNotFit: CUDA is asked for and there is none, or not a GPU for every process.
     """
+    own = cast(FsdpConfig, config.trainer.plugin_config())
     rank, world = int(environ.get("RANK", "0")), int(environ.get("WORLD_SIZE", "1"))
-    has_gpu = torch.cuda.is_available()
-    if device == "cuda" and not has_gpu:
-        raise EnvironmentNotFit('trainer.device = "cuda", but torch finds no GPU: use "auto" or "cpu"')
-    if device == "auto":
-        device = "cuda" if has_gpu else "cpu"
-    if threads:
-        torch.set_num_threads(threads)
-    where = torch.device(device)
-    if device == "cuda":
-        where = torch.device("cuda", int(environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(where)
-    else:
-        keep_memory()
-    if world > 1:
-        place = f"file://{environ[MEETING_PLACE]}" if MEETING_PLACE in environ else "env://"
-        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-        dist.init_process_group(backend, init_method=place, rank=rank, world_size=world)
-    return Runtime(rank, world, where)
-
-
-def shard(model: nn.Module, blocks: list[nn.Module], runtime: Runtime, dtype: str) -> None:
-    """Shard each block and then what remains over all processes; see the module's docstring."""
-    if runtime.world == 1 and dtype == "float32":
-        return
-    if not dist.is_initialized():
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if runtime.device.type == "cuda" else "gloo",
-            store=dist.HashStore(),
-            rank=0,
-            world_size=1,
+    if isinstance(config, RunConfig) and world != config.trainer.processes:
+        raise ConfigError(
+            [f"trainer.processes is {config.trainer.processes}, but the trainer was started as {world} processes"]
         )
-    mesh = init_device_mesh(runtime.device.type, (runtime.world,))
+    layout = own.layout(world)
+    device = _device(own.device, environ)
+    if config.trainer.threads:
+        torch.set_num_threads(config.trainer.threads)
+    if device.type == "cpu":
+        keep_memory()
+    if world == 1:
+        return Runtime(rank, world, device)
+    place = f"file://{environ[MEETING_PLACE]}" if MEETING_PLACE in environ else "env://"
+    bound = {"device_id": device} if device.type == "cuda" else {}
+    dist.init_process_group(_backend(device), init_method=place, rank=rank, world_size=world, **bound)
+    _check_agreement(config, world, device)
+    return Runtime(rank, world, device, layout, mesh.make(layout, rank, device.type, own.cp_style))
+
+
+def _device(wanted: str, environ: Mapping[str, str]) -> torch.device:
+    """A process takes the GPU of its number on this machine."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted == "cuda" and not gpus:
+        raise EnvironmentNotFit('trainer.device = "cuda", but torch finds no GPU: use "auto" or "cpu"')
+    if wanted == "cpu" or not gpus:
+        return torch.device("cpu")
+    local = int(environ.get("LOCAL_RANK", "0"))
+    processes = max(local + 1, int(environ.get("LOCAL_WORLD_SIZE", "1")))
+    if processes > gpus:
+        raise EnvironmentNotFit(
+            f"{processes} trainer processes need a GPU each, but torch finds {gpus} on this machine: "
+            f'set trainer.processes = {gpus}, or trainer.device = "cpu"'
+        )
+    torch.cuda.set_device(local)
+    return torch.device("cuda", local)
+
+
+def _backend(device: torch.device) -> str:
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+
+def _check_agreement(config: RunConfig | SftConfig, world: int, device: torch.device) -> None:
+    """Ranks that were given different things would wait for one another for ever, or train nonsense.
+
+    Raises:
+        ConfigError: a rank's configuration, or its torch, is not the first rank's.
+    """
+    facts = (config.model_dump_json(), torch.__version__)
+    own = [int.from_bytes(hashlib.sha256(fact.encode()).digest()[:7], "big") for fact in facts]
+    table = torch.zeros(world, len(own), dtype=torch.int64, device=device)
+    dist.all_gather_into_tensor(table, torch.tensor([own], dtype=torch.int64, device=device))
+    differing = table.ne(table[0]).cpu()
+    for column, what in enumerate(("configuration", "version of torch")):
+        ranks = differing[:, column].nonzero().flatten().tolist()
+        if ranks:
+            names = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+            raise ConfigError(
+                [f"of {world} ranks, {names} were started with another {what} than rank 0: give all of them the same"]
+            )
+
+
+def shard(model: Any, runtime: Runtime, dtype: str) -> None:
+    """Shard each block and then what remains over the ranks; see the module's docstring.
+
+    A block is gathered when it is reached, while the one before computes, and again in the backward pass. The rest
+    (embedding, last norm, head) stays whole between the two: its backward pass begins at once.
+    """
+    if runtime.world == 1 and (dtype == "float32" or model.casts):
+        return
+    if runtime.meshes is not None:
+        over = runtime.meshes.shard
+    else:
+        if not dist.is_initialized():
+            dist.init_process_group(_backend(runtime.device), store=dist.HashStore(), rank=0, world_size=1)
+        over = init_device_mesh(runtime.device.type, (1,))
     compute = torch.bfloat16 if dtype == "bfloat16" else None
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    blocks = list(model.blocks)
     for module in (*blocks, model):
-        fully_shard(module, mesh=mesh, mp_policy=policy)
+        fully_shard(module, mesh=over, mp_policy=policy, reshard_after_forward=module is not model)
+    for module, following in zip((model, *blocks), blocks, strict=False):
+        module.set_modules_to_forward_prefetch([following])
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
 
 
-def reshard(model: nn.Module) -> None:
+def reshard(model: Any) -> None:
     """After a forward pass without a backward one: FSDP leaves the root's parameters whole, in a buffer of its own."""
     if isinstance(model, FSDPModule):
         model.reshard()
@@ -100,11 +172,16 @@ def gather(tensor: Tensor) -> Tensor:
 
 
 def scatter_like(whole: Tensor, like: Tensor) -> Tensor:
-    """This rank's part of `whole`, placed as `like` is."""
-    whole = whole.to(like.device)
+    """This rank's part of `whole`, placed as `like` is, which may be on "meta" if it is sharded. No more than the part
+    travels to the device, and none of `whole` is kept."""
     if not isinstance(like, DTensor):
-        return whole
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+        return whole.to(like.device)
+    sizes, offsets = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+    part = whole[tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))]
+    local = part.to(like.device_mesh.device_type, copy=True, memory_format=torch.contiguous_format)
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
 
 
 def sum_over_ranks(values: Tensor, runtime: Runtime) -> Tensor:
@@ -121,15 +198,24 @@ def max_over_ranks(values: Tensor, runtime: Runtime) -> Tensor:
 
 def share_bytes(data: bytes, runtime: Runtime) -> bytes:
     """The leader's bytes, on every rank."""
-    if runtime.world == 1:
+    return data if runtime.world == 1 else _broadcast(data, runtime, 0, None)
+
+
+def share_in_row(data: bytes, runtime: Runtime) -> bytes:
+    """The bytes of the first of the ranks that share this one's rows, on all of them."""
+    if runtime.context is None:
         return data
+    return _broadcast(data, runtime, runtime.rank - runtime.context_rank, runtime.context.group)
+
+
+def _broadcast(data: bytes, runtime: Runtime, source: int, group: dist.ProcessGroup | None) -> bytes:
     size = torch.tensor([len(data)], device=runtime.device)
-    dist.broadcast(size, 0)
+    dist.broadcast(size, source, group)
     buffer = torch.zeros(int(size), dtype=torch.uint8)
-    if runtime.is_leader:
+    if runtime.rank == source and data:
         buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
     buffer = buffer.to(runtime.device)
-    dist.broadcast(buffer, 0)
+    dist.broadcast(buffer, source, group)
     return buffer.cpu().numpy().tobytes()
 
 

@@ -17,7 +17,8 @@ from prl_models.batch import PackedBatch, to_device
 class DeviceRow:
     """A row of T tokens with N targets: the tokens that are trained or were sampled, never a document's first.
 
-    `batch` is the model's part; `targets` i64[N]; the others are the loss's, [T], as `prl.loss.LossInputs` has them.
+    `batch` is the model's part, this rank's alone where several share the row; `targets` i64[N]; the others are the
+    loss's, [T], as `prl.loss.LossInputs` has them.
     """
 
     batch: PackedBatch
