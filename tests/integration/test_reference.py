@@ -180,8 +180,6 @@ def batch_of(config: RunConfig, samples: list[TrainSample], version: int) -> Tra
         step=version + 1,
         version=version,
         updates=[
-            TrainUpdate(
-                [[samples[index] for index in row] for row in rows], {"rl": trained, "ce": 1.0, "ref_kl": 1.0}
-            )
+            TrainUpdate([[samples[index] for index in row] for row in rows], {"rl": trained, "ce": 1.0, "ref_kl": 1.0})
         ],
     )

@@ -132,4 +132,9 @@ _RUN_RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _exact_repetition,
     _evaluation_happens,
 )
-_SFT_RULES: tuple[Callable[[SftConfig], Iterator[Problem]], ...] = (_model_exists, _trainer_agrees, _data_exists, _updates_are_steps)
+_SFT_RULES: tuple[Callable[[SftConfig], Iterator[Problem]], ...] = (
+    _model_exists,
+    _trainer_agrees,
+    _data_exists,
+    _updates_are_steps,
+)

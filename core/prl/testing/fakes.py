@@ -161,9 +161,7 @@ class FakeTrainer:
 
 def samples_of(batches: Sequence[TrainBatch]) -> list[TrainSample]:
     """Of all ranks, in the order they were sent."""
-    return [
-        sample for batch in batches for update in batch.updates for row in update.rows for sample in row
-    ]
+    return [sample for batch in batches for update in batch.updates for row in update.rows for sample in row]
 
 
 class FakeAlgorithm:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from prl.config.schema import RunConfig
-from prl.messages import TrainBatch, TrainSample
+from prl.messages import TrainBatch, TrainSample, TrainUpdate
 from prl.packing import pack
 from prl.rows import denominators
 from prl.types import Credit, SampleBody, SampleHeader
@@ -84,9 +84,8 @@ def batches(made: list[TrainSample], step: int, ranks: int = 1, row_tokens: int 
     """One batch per rank, packed as the controller packs."""
     dealt = pack([s.header.num_tokens for s in made], row_tokens, ranks)
     whole = denominators((s.header, s.credit) for s in made)
-    return [
-        TrainBatch("test", 0, step, step - 1, [[made[index] for index in row] for row in rows], whole) for rows in dealt
-    ]
+    updates = [TrainUpdate([[made[index] for index in row] for row in rows], whole) for rows in dealt]
+    return [TrainBatch("test", 0, step, step - 1, [update]) for update in updates]
 
 
 def state(trainer: Any) -> dict[str, torch.Tensor]:

@@ -7,6 +7,7 @@ the third step repeated from a checkpoint of the second).
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -26,8 +27,9 @@ def whole(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 def main(model: Path, out: Path) -> None:
-    runtime = start("cpu", 1)
-    config = run_config(model, schedule="linear", decay_steps=10, weight_decay=0.1)
+    world = int(os.environ["WORLD_SIZE"])
+    config = run_config(model, schedule="linear", decay_steps=10, weight_decay=0.1, processes=world)
+    runtime = start(config)
     trainer = Trainer(config, out, runtime)
     reports = []
     for step in (1, 2, 3):

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from prl.errors import RunFailed
+from prl.messages import TrainBatch
 from prl.rows import assemble
+from prl.testing.fakes import samples_of
 from prl.testing.numerics import assert_parity, assert_same_bits
 from prl_trainer_fsdp.rows import device_row
 from prl_trainer_fsdp.trainer import Trainer
@@ -19,14 +21,14 @@ from .helpers import CPU, VOCAB, batches, run_config, sample, samples, state
 TOLERANCE = 5e-6
 
 
-def gradients(trainer: Trainer, batch: object) -> dict[str, torch.Tensor]:
+def gradients(trainer: Trainer, batch: TrainBatch) -> dict[str, torch.Tensor]:
     """Of one batch, without a step."""
     trainer.learner.optimizer.zero_grad()
-    for row in batch.rows:  # type: ignore[attr-defined]
+    (update,) = batch.updates
+    for row in update.rows:
         on_device = device_row(assemble(row), CPU.device)
-        outputs = trainer.learner.loss(
-            on_device.loss_inputs(*trainer.learner.model(on_device.batch), 0, batch.denominators)  # type: ignore[attr-defined]
-        )
+        logprobs, entropy = trainer.learner.model(on_device.batch)
+        outputs = trainer.learner.loss(on_device.loss_inputs(logprobs, entropy, 0, update.denominators))
         outputs.loss.backward()
     return {name: p.grad.clone() for name, p in trainer.learner.parameters()}
 
@@ -61,7 +63,7 @@ def test_gradients_equal_those_of_transformers_alone(trainer: Trainer, model: Pa
     ours = gradients(trainer, batch)
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
     total = torch.zeros(())
-    for row in batch.rows:
+    for row in batch.updates[0].rows:
         for one in row:
             flat = assemble([one])
             tokens = torch.tensor(flat.token_ids.astype(np.int64))
@@ -72,7 +74,7 @@ def test_gradients_equal_those_of_transformers_alone(trainer: Trainer, model: Pa
             moved = (logprobs.exp() - torch.tensor(flat.logprobs[1:]).exp()).detach()
             dropped = ((advantages > 0) & (moved > 0.2)) | ((advantages <= 0) & (moved < -0.2))
             loss = 1e-3 * ratio**2 - torch.where(dropped, torch.zeros(()), advantages * ratio.exp())
-            total = total + (loss * weights).sum() / batch.denominators["rl"]
+            total = total + (loss * weights).sum() / batch.updates[0].denominators["rl"]
     total.backward()
     for name, parameter in plain.named_parameters():
         assert_parity(parameter.grad, ours[name], TOLERANCE, name)
@@ -111,8 +113,8 @@ def test_a_step_moves_every_parameter_and_counts_versions(trainer: Trainer) -> N
 
 def test_rows_without_samples_are_skipped(trainer: Trainer) -> None:
     batch = batches(samples(3), 1)[0]
-    batch.rows.append([])
-    assert trainer.train(batch).metrics["train/tokens"] == sum(s.header.num_tokens for r in batch.rows for s in r)
+    batch.updates[0].rows.append([])
+    assert trainer.train(batch).metrics["train/tokens"] == sum(s.header.num_tokens for s in samples_of([batch]))
 
 
 def test_a_batch_for_another_version_is_refused(trainer: Trainer) -> None:
@@ -122,7 +124,7 @@ def test_a_batch_for_another_version_is_refused(trainer: Trainer) -> None:
 
 def test_a_gradient_that_is_not_finite_changes_nothing(trainer: Trainer) -> None:
     batch = batches(samples(0), 1)[0]
-    broken = batch.rows[0][0]
+    broken = batch.updates[0].rows[0][0]
     broken.credit = type(broken.credit)(((broken.header.num_tokens, float("nan")),), broken.credit.rl)  # type: ignore[misc]
     before = state(trainer)
     with pytest.raises(RunFailed, match="norm nan"):
@@ -150,8 +152,8 @@ def test_mismatch_is_zero_for_the_trainers_own_probabilities(trainer: Trainer) -
     logprobs, entropy = trainer.learner.model(row.batch)
     row.sampler_logprobs.index_copy_(0, row.targets, logprobs.detach())
     metrics = StepMetrics(CPU)
-    outputs = trainer.learner.loss(row.loss_inputs(logprobs, entropy, 0, {"rl": 1.0}))
-    metrics.add_row(row, logprobs.detach(), entropy.detach(), outputs, 0, True)
+    inputs = row.loss_inputs(logprobs, entropy, 0, {"rl": 1.0})
+    metrics.add_row(row, inputs, trainer.learner.loss(inputs))
     found = metrics.reduce()
     assert found["mismatch/kl"] == 0 and found["mismatch/mean_exp"] == 1 and found["mismatch/p99"] < 1e-8
 

@@ -10,6 +10,7 @@ learner.py             a model, its loss and its optimiser: one step on packed r
 rows.py                a packed row on its device
 optim.py               schedules, AdamW, clipping
 metrics.py             sums over rows and ranks; the mismatch between trainer and engine
+layout.py, mesh.py     which ranks share what: the numbers, and the groups
 parallel.py            devices, process group, sharding
 ranks.py               several processes of one machine as one group
 checkpoint.py          safetensors and JSON, every file with its checksum

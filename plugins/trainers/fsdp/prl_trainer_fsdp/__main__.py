@@ -48,7 +48,8 @@ class Worker:
         """Build the trainer, register, and load the checkpoint that the controller resumes from, if it does."""
         process = self._process
         self._trainer = await self._run("loading the model", Trainer, process.config, process.run_dir.weights)
-        info = {"device": str(self._trainer.runtime.device), "world": self._trainer.runtime.world}
+        runtime = self._trainer.runtime
+        info = {"device": str(runtime.device), "world": runtime.world, "row_rank": runtime.context_rank}
         welcome = await process.register(self._handlers(), info=info)
         self._trainer.incarnation = welcome.incarnation
         if welcome.version > 0:

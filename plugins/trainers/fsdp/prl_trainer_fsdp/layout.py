@@ -2,8 +2,8 @@
 
     world = dp_replicate x dp_shard x cp,   cp varying fastest
 
-so the ranks that share a row are neighbours, and a copy of the sharded model is a stretch of `dp_shard x cp` ranks. `ep`
-divides such a stretch once more, for the experts of a layer.
+so the ranks that share a row are neighbours, and a copy of the sharded model is a stretch of `dp_shard x cp` ranks.
+`ep` divides such a stretch once more, for the experts of a layer.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ class Layout:
     def data_ranks(self) -> int:
         """Groups of ranks with rows of their own."""
         return self.dp_replicate * self.dp_shard
+
+
+ALONE = Layout()
 
 
 def make(world: int, dp_replicate: int, dp_shard: int, cp: int, ep: int) -> Layout:

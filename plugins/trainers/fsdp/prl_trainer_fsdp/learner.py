@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,10 @@ from torch import Tensor, nn
 
 from prl.config.schema import ModelTable
 from prl.errors import RunFailed
-from prl.loss import Loss
+from prl.loss import Loss, LossInputs, LossOutputs
 from prl.rows import PackedRow
 from prl_models.batch import PackedBatch
+from prl_models.blocks.context import sum_over_context
 from prl_models.provider import Gather
 from prl_trainer_fsdp.assembly import assemble
 from prl_trainer_fsdp.config import FsdpConfig
@@ -23,6 +25,24 @@ from prl_trainer_fsdp.optim import Optimizer, clip
 from prl_trainer_fsdp.parallel import Runtime, gather, reshard
 from prl_trainer_fsdp.rows import DeviceRow, device_row, empty_row
 from prl_trainer_fsdp.schedules import learning_rate
+
+
+@dataclass(frozen=True)
+class Update:
+    """One optimiser step: this rank's rows, and the denominators of all ranks' rows."""
+
+    rows: Sequence[PackedRow]
+    denominators: dict[str, float]
+
+
+@dataclass(frozen=True)
+class _Computed:
+    """A row after its forward pass; one that is not `real` is without samples."""
+
+    real: bool
+    row: DeviceRow
+    inputs: LossInputs
+    outputs: LossOutputs
 
 
 class Learner:
@@ -58,13 +78,94 @@ class Learner:
         Raises:
             RunFailed: the gradient is not finite; nothing was changed.
         """
+        return self.train([Update(rows, denominators)], version)
+
+    def train(self, updates: Sequence[Update], version: int) -> dict[str, float]:
+        """Optimiser steps one after another, as many on all ranks; their metrics together.
+
+        `train/loss` and `train/grad_norm` are means over the updates, `train/lr` is the last one's. What policy
+        `version` sampled counts as mismatch in the first update only: then the parameters have moved.
+
+        Raises:
+            RunFailed: a gradient is not finite; it changed nothing.
+        """
+        metrics = StepMetrics(self.runtime)
+        norms, rate = [], 0.0
+        for index, update in enumerate(updates):
+            for row in self._computed(update.rows):
+                computed = self._forward(row, update.denominators, version)
+                self._accumulate(computed)
+                self._book(computed, metrics, moved=index > 0)
+            self.mark("optimizer")
+            norm, rate = self._update()
+            norms.append(norm)
+        self.mark("metrics")
+        found = metrics.reduce()
+        found["train/loss"] /= len(updates)
+        return {**found, "train/grad_norm": sum(norms) / len(norms), "train/lr": rate}
+
+    @torch.no_grad()
+    def evaluate(self, rows: Sequence[PackedRow], denominators: dict[str, float]) -> dict[str, float]:
+        """The metrics of a step without one: nothing is trained."""
         metrics = StepMetrics(self.runtime)
         for row in self._computed(rows):
-            self.mark("rows")
-            real = row.num_tokens > 0
-            on_device = device_row(row if real else empty_row(), self.runtime.device)
-            self._accumulate(on_device, denominators, version, real, metrics)
-        self.mark("optimizer")
+            self._book(self._forward(row, denominators, 0), metrics)
+        reshard(self.model)
+        return metrics.reduce()
+
+    @torch.no_grad()
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probability of every token at temperature 1; the first of a sequence is 0. Collective; ranks that share
+        rows give the same sequences."""
+        lengths = [len(sequence) for sequence in sequences]
+        bounds = np.cumsum([0, *lengths]).astype(np.int32)
+        targets = np.setdiff1d(np.arange(bounds[-1]), bounds[:-1])
+        tokens = np.concatenate([np.asarray(sequence, np.int32) for sequence in sequences])
+        ones, context = np.ones(len(targets), np.float32), self.runtime.context
+        batch = PackedBatch.build(tokens, bounds, targets, ones, self.runtime.device, context=context)
+        found = self.model(batch)[0]
+        if batch.mine is not None:
+            found = sum_over_context(found.new_zeros(len(targets)).index_copy(0, batch.mine, found), context)
+        logprobs = np.zeros(bounds[-1], np.float64)
+        logprobs[targets] = found.double().cpu().numpy()
+        reshard(self.model)
+        return [part.tolist() for part in np.split(logprobs, bounds[1:-1])]
+
+    def _computed(self, rows: Sequence[PackedRow]) -> list[PackedRow]:
+        """Rows without tokens are computed only where other ranks may have some."""
+        return [row for row in rows if row.num_tokens or self.runtime.world > 1]
+
+    def _forward(self, row: PackedRow, denominators: dict[str, float], version: int) -> _Computed:
+        self.mark("rows")
+        real = row.num_tokens > 0
+        on_device = device_row(row if real else empty_row(), self.runtime.device, self.runtime.context)
+        self.mark("forward")
+        logprobs, entropy = self.model(on_device.batch)
+        inputs = on_device.loss_inputs(logprobs, entropy, version, denominators)
+        return _Computed(real, on_device, inputs, self.loss(inputs))
+
+    def _accumulate(self, computed: _Computed) -> None:
+        self.mark("backward")
+        loss = computed.outputs.loss
+        if not computed.real:
+            # Every rank's graph must hold every collective, also where the loss ignores its inputs.
+            loss = loss * 0.0 + (computed.inputs.logprobs.sum() + computed.inputs.entropy.sum()) * 0.0
+        loss.backward()
+
+    def _book(self, computed: _Computed, metrics: StepMetrics, *, moved: bool = False) -> None:
+        """Every rank that shares a row knows all of it: the first counts."""
+        self.mark("metrics")
+        if computed.real and self.runtime.context_rank == 0:
+            metrics.add_row(computed.row, computed.inputs, computed.outputs, moved=moved)
+        else:
+            metrics.add_nothing(computed.outputs)
+
+    def _update(self) -> tuple[float, float]:
+        """Move the parameters along what was accumulated: the gradient's norm and the rate.
+
+        Raises:
+            RunFailed: the gradient is not finite; nothing was changed.
+        """
         norm = float(clip([parameter for _, parameter in self.parameters()], self.config.max_grad_norm))
         if not math.isfinite(norm):
             self.optimizer.zero_grad()
@@ -76,54 +177,7 @@ class Learner:
         self.optimizer.step(rate)
         self.optimizer.zero_grad()
         self.steps += 1
-        self.mark("metrics")
-        return {**metrics.reduce(), "train/grad_norm": norm, "train/lr": rate}
-
-    @torch.no_grad()
-    def evaluate(self, rows: Sequence[PackedRow], denominators: dict[str, float]) -> dict[str, float]:
-        """The metrics of a step without one: nothing is trained."""
-        metrics = StepMetrics(self.runtime)
-        for row in self._computed(rows):
-            real = row.num_tokens > 0
-            on_device = device_row(row if real else empty_row(), self.runtime.device)
-            logprobs, entropy = self.model(on_device.batch)
-            outputs = self.loss(on_device.loss_inputs(logprobs, entropy, 0, denominators))
-            metrics.add_row(on_device, logprobs, entropy, outputs, 0, real)
-        reshard(self.model)
-        return metrics.reduce()
-
-    @torch.no_grad()
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Log-probability of every token at temperature 1; the first of a sequence is 0. Collective."""
-        lengths = [len(sequence) for sequence in sequences]
-        bounds = np.cumsum([0, *lengths]).astype(np.int32)
-        targets = np.setdiff1d(np.arange(bounds[-1]), bounds[:-1])
-        tokens = np.concatenate([np.asarray(sequence, np.int32) for sequence in sequences])
-        ones = np.ones(len(targets), np.float32)
-        batch = PackedBatch.build(tokens, bounds, targets, ones, self.runtime.device)
-        logprobs = np.zeros(bounds[-1], np.float64)
-        logprobs[targets] = self.model(batch)[0].double().cpu().numpy()
-        reshard(self.model)
-        return [part.tolist() for part in np.split(logprobs, bounds[1:-1])]
-
-    def _computed(self, rows: Sequence[PackedRow]) -> list[PackedRow]:
-        """Rows without tokens are computed only where other ranks may have some."""
-        return [row for row in rows if row.num_tokens or self.runtime.world > 1]
-
-    def _accumulate(
-        self, row: DeviceRow, denominators: dict[str, float], version: int, real: bool, metrics: StepMetrics
-    ) -> None:
-        self.mark("forward")
-        logprobs, entropy = self.model(row.batch)
-        outputs = self.loss(row.loss_inputs(logprobs, entropy, version, denominators))
-        self.mark("backward")
-        loss: Tensor = outputs.loss
-        if not real:
-            # Every rank's graph must hold every collective, also where the loss ignores its inputs.
-            loss = loss * 0.0 + (logprobs.sum() + entropy.sum()) * 0.0
-        loss.backward()
-        self.mark("metrics")
-        metrics.add_row(row, logprobs.detach(), entropy.detach(), outputs, version, real)
+        return norm, rate
 
 
 def _unmarked(part: str) -> None:

@@ -4,8 +4,8 @@
     context   the ranks that share this rank's rows
     experts   (dp_replicate, dp_shard x cp / ep, ep)
 
-Groups are made with `new_group`, which splits NCCL's communicator where it is bound to a device and works with gloo too;
-every rank makes every group, in the same order.
+Groups are made with `new_group`, which splits NCCL's communicator where it is bound to a device and works with gloo
+too; every rank makes every group, in the same order.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Mismatch is measured on tokens that the trainer's own version sampled: there trainer and engine should compute the same
 probability, and what remains is numerics or a bug. Older tokens differ because the policy moved; they are reported
-apart, as drift; so are all tokens once the parameters have moved within the step. With d = log p_trainer - log p_sampler:
+apart, as drift; so are all tokens once the parameters have moved within the step. With
+d = log p_trainer - log p_sampler:
 
     kl          mean of e^d - 1 - d      the k3 estimator of KL(sampler || trainer) (Schulman 2020)
     p99         99th percentile of |d|

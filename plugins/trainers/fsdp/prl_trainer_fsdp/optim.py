@@ -181,6 +181,10 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def _placed(local: Tensor, like: Tensor) -> Tensor:
     if not isinstance(like, DTensor):
         return local
@@ -191,9 +195,11 @@ def _placed(local: Tensor, like: Tensor) -> Tensor:
 def clip(parameters: Sequence[Tensor], limit: float) -> Tensor:
     """Scale all gradients so that their common norm is at most `limit` (0 never scales); returns the norm before."""
     gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients)
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
+    by_mesh: dict[object, list[Tensor]] = {}
+    for gradient in gradients:  # one call cannot take tensors of different meshes
+        by_mesh.setdefault(gradient.device_mesh if isinstance(gradient, DTensor) else None, []).append(gradient)
+    norms = [_whole(torch.nn.utils.get_total_norm(group)) for group in by_mesh.values()]
+    norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
     if limit > 0:
         scale = torch.clamp(limit / (norm + 1e-6), max=1.0)
         torch._foreach_mul_([_local(gradient) for gradient in gradients], scale)

@@ -1,6 +1,6 @@
 """Processes, devices and sharding.
 
-In one process a model is left as it is where it computes in float32, or casts its weights where it uses them. Everything
+In one process a model is left as it is if it computes in float32, or casts its weights where it uses them. Everything
 else goes through FSDP2: several processes share parameters, gradients and moments, and bfloat16 computes with bfloat16
 copies of float32 parameters.
 
@@ -30,7 +30,7 @@ from prl.errors import ConfigError, EnvironmentNotFit
 from prl_models.blocks.context import ContextParallel
 from prl_trainer_fsdp import mesh
 from prl_trainer_fsdp.config import FsdpConfig
-from prl_trainer_fsdp.layout import Layout
+from prl_trainer_fsdp.layout import ALONE, Layout
 from prl_trainer_fsdp.ranks import MEETING_PLACE
 
 
@@ -41,7 +41,7 @@ class Runtime:
     rank: int
     world: int
     device: torch.device
-    layout: Layout = Layout()
+    layout: Layout = ALONE
     meshes: mesh.Meshes | None = None
 
     @property

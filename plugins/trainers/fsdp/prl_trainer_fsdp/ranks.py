@@ -51,8 +51,9 @@ def _variables(rank: int, world: int, store: str) -> dict[str, str]:
     """Of one rank. Who wants another interface than loopback sets it."""
     loopback = "lo" if sys.platform == "linux" else "lo0"
     interfaces = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), loopback)
-    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), MEETING_PLACE: store}
-    return interfaces | dict(os.environ) | place
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    place = {name: str(number) for name, number in numbers.items()}
+    return interfaces | dict(os.environ) | place | {MEETING_PLACE: store}
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:

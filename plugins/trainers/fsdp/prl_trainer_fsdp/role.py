@@ -18,7 +18,12 @@ class FsdpPlugin:
         self.config = config
 
     def role(self, config: RunConfig | SftConfig) -> Role:
-        """One process, or a group of `trainer.processes` of them; each registers as its own replica."""
+        """One process, or a group of `trainer.processes` of them; each registers as its own replica.
+
+        Raises:
+            ConfigError: so many processes cannot be laid out as the configuration says.
+        """
+        self.config.layout(config.trainer.processes)
         module = "prl_trainer_fsdp.sft" if isinstance(config, SftConfig) else "prl_trainer_fsdp"
         gpus = 0 if self.config.device == "cpu" else config.trainer.processes
         return Role(

@@ -11,6 +11,7 @@ from torch import Tensor
 from prl.loss import LossInputs
 from prl.rows import PackedRow
 from prl_models.batch import PackedBatch, to_device
+from prl_models.blocks.context import ContextParallel, sum_over_context
 
 
 @dataclass(frozen=True)
@@ -30,14 +31,18 @@ class DeviceRow:
     ref_kl: Tensor
     sampled: Tensor
     versions: Tensor
+    cu_seqlens: Tensor
+    context: ContextParallel | None = None
 
     def loss_inputs(
         self, logprobs: Tensor, entropy: Tensor, version: int, denominators: dict[str, float]
     ) -> LossInputs:
-        """`logprobs` and `entropy` are the model's, [N]; elsewhere they are 0, without gradient."""
+        """Of the whole row, from what the model gave of this rank's targets; at other tokens both are 0, without
+        gradient. Collective among the ranks that share the row."""
+        logprobs, entropy = self._whole(torch.stack([logprobs, entropy])).unbind(0)
         return LossInputs(
-            logprobs=self._spread(logprobs),
-            entropy=self._spread(entropy),
+            logprobs=logprobs,
+            entropy=entropy,
             sampler_logprobs=self.sampler_logprobs,
             advantages=self.advantages,
             rl_weights=self.rl,
@@ -45,21 +50,24 @@ class DeviceRow:
             ref_kl_weights=self.ref_kl,
             sampled=self.sampled,
             versions=self.versions,
-            cu_seqlens=self.batch.packing.cu_seqlens,
+            cu_seqlens=self.cu_seqlens,
             version=version,
             denominators=denominators,
         )
 
-    def _spread(self, values: Tensor) -> Tensor:
-        return values.new_zeros(len(self.sampled)).index_copy(0, self.targets, values)
+    def _whole(self, values: Tensor) -> Tensor:
+        """[2, N] -> [2, T]."""
+        mine = self.batch.mine
+        at = self.targets if mine is None else self.targets.index_select(0, mine)
+        return sum_over_context(values.new_zeros(2, len(self.sampled)).index_copy(1, at, values), self.context)
 
 
-def device_row(row: PackedRow, device: torch.device) -> DeviceRow:
+def device_row(row: PackedRow, device: torch.device, context: ContextParallel | None = None) -> DeviceRow:
     wanted = row.sampled | (row.rl != 0) | (row.ce != 0) | (row.ref_kl != 0)
     wanted[row.cu_seqlens[:-1]] = False
     targets = np.flatnonzero(wanted)
     return DeviceRow(
-        PackedBatch.build(row.token_ids, row.cu_seqlens, targets, row.temperatures[targets], device),
+        PackedBatch.build(row.token_ids, row.cu_seqlens, targets, row.temperatures[targets], device, context=context),
         to_device(targets, device),
         to_device(row.logprobs, device),
         to_device(row.advantages, device),
@@ -68,6 +76,8 @@ def device_row(row: PackedRow, device: torch.device) -> DeviceRow:
         to_device(row.ref_kl, device),
         to_device(row.sampled, device),
         to_device(row.versions, device),
+        to_device(row.cu_seqlens, device),
+        context,
     )
 
 

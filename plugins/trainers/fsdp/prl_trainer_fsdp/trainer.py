@@ -13,13 +13,13 @@ import numpy as np
 from prl import faults
 from prl.config.schema import RunConfig
 from prl.errors import RunFailed
-from prl.messages import TrainBatch, TrainReport, WeightsRef
+from prl.messages import TrainBatch, TrainReport, TrainUpdate, WeightsRef
 from prl.protocols import ChannelSender, Probe
 from prl.rows import PackedRow, assemble
 from prl_trainer_fsdp import checkpoint
 from prl_trainer_fsdp.config import FsdpConfig
-from prl_trainer_fsdp.learner import Learner
-from prl_trainer_fsdp.parallel import Runtime, share_bytes, start
+from prl_trainer_fsdp.learner import Learner, Update
+from prl_trainer_fsdp.parallel import Runtime, share_bytes, share_in_row, start
 
 PROBE_TOKENS = 32
 """Longest probe: every engine scores them after each install, while it serves nothing."""
@@ -37,7 +37,7 @@ class Trainer:
     def __init__(self, config: RunConfig, weights: Path, runtime: Runtime | None = None) -> None:
         own = cast(FsdpConfig, config.trainer.plugin_config())
         self.config = config
-        self.runtime = runtime or start(own.device, config.trainer.threads)
+        self.runtime = runtime or start(config)
         self.learner = Learner(config.model, own, config.loss.build(), self.runtime)
         self.version = 0
         self.incarnation = 0
@@ -59,11 +59,20 @@ class Trainer:
                 f"the batch of step {batch.step} is for version {batch.version} of incarnation {batch.incarnation}, "
                 f"but the trainer holds version {self.version} of incarnation {self.incarnation}"
             )
-        rows = [assemble(row) for row in batch.rows]
-        metrics = self.learner.step(rows, batch.denominators, batch.version)
+        sent = self._shared(batch.updates)
+        updates = [Update([assemble(row) for row in update.rows], update.denominators) for update in sent]
+        metrics = self.learner.train(updates, batch.version)
         self.version += 1
+        rows = [row for update in updates for row in update.rows]
         self._probes = _recent_probes(rows, self.config.mismatch.probes) or self._probes
         return TrainReport(self.incarnation, batch.step, self.version, metrics, time.perf_counter() - started)
+
+    def _shared(self, updates: list[TrainUpdate]) -> list[TrainUpdate]:
+        """Only the first of the ranks that share rows was sent any."""
+        if self.runtime.context is None:
+            return updates
+        sent = b"" if self.runtime.context_rank else msgspec.msgpack.encode(updates)
+        return msgspec.msgpack.decode(share_in_row(sent, self.runtime), type=list[TrainUpdate])
 
     def publish(self, version: int) -> WeightsRef:
         """Send the weights through the channel, with probe sequences and this trainer's log-probabilities of them.

@@ -25,7 +25,7 @@ from prl import faults
 from prl.config.load import read_resolved
 from prl.config.schema import SftConfig
 from prl.errors import Preempted, PrlError
-from prl.packing import DEFAULT_COST
+from prl.packing import model_cost
 from prl.process import start_logging
 from prl.rundir import RunDir
 from prl.store import Checkpoints, StoreWriter, rewind
@@ -33,7 +33,7 @@ from prl_models.hf.export import export_hf
 from prl_trainer_fsdp import checkpoint
 from prl_trainer_fsdp.config import FsdpConfig
 from prl_trainer_fsdp.learner import Learner
-from prl_trainer_fsdp.parallel import Runtime, max_over_ranks, start
+from prl_trainer_fsdp.parallel import max_over_ranks, start
 from prl_trainer_fsdp.sft.feed import Feed
 from prl_trainer_fsdp.sft.steps import Part
 
@@ -56,7 +56,7 @@ class SftRun:
         self.config = read_resolved(run_dir.config, SftConfig)
         self._feed = Feed(self.config)
         own = cast(FsdpConfig, self.config.trainer.plugin_config())
-        self.runtime = start(own.device, self.config.trainer.threads)
+        self.runtime = start(self.config)
         faults.install("trainer", self.runtime.rank, seed=self.config.seed)
         self._checkpoints = Checkpoints(run_dir)
         resumed, warnings = self._checkpoints.latest()
@@ -66,7 +66,8 @@ class SftRun:
         self._told_of = 0
         self._left_out = Counter({"bad_row": self._feed.bad_rows} if self._feed.bad_rows else {})
         self._first_eval: float | None = None
-        self._feed.start((resumed.step if resumed else 0) + 1, *place(self.runtime), DEFAULT_COST)
+        mine, ranks = self.runtime.data_rank, self.runtime.layout.data_ranks
+        self._feed.start((resumed.step if resumed else 0) + 1, mine, ranks, model_cost(self.config.model.path))
         try:
             self.learner = Learner(self.config.model, own, self.config.loss.build(), self.runtime)
             if resumed is not None:
@@ -243,11 +244,6 @@ class SftRun:
 
 NOTES = 20
 """Rows left out that are told one by one; the metrics count all."""
-
-
-def place(runtime: Runtime) -> tuple[int, int]:
-    """Whose rows a rank trains, and among how many."""
-    return runtime.rank, runtime.world
 
 
 def main(run_dir: str) -> int:
