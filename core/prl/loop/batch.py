@@ -121,9 +121,7 @@ class Batcher:
         lengths = [sample.header.num_tokens for sample in samples]
         whole = denominators((sample.header, sample.credit) for sample in samples)
         ranks = pack(lengths, state.config.trainer.row_tokens, state.roles.trainer.dp_size, self._cost)
-        return [
-            TrainUpdate([[_train_sample(samples[index]) for index in row] for row in rows], whole) for rows in ranks
-        ]
+        return [TrainUpdate([_train_row(samples, row) for row in rows], whole) for rows in ranks]
 
 
 def _train_row(samples: Sequence[Sample], row: Sequence[int]) -> list[TrainSample]:

@@ -51,7 +51,7 @@ def test_a_plugins_keys_are_explained(write: Callable[..., str]) -> None:
 
 def test_a_table_shows_defaults_and_whole_descriptions() -> None:
     text = explain("loop")
-    assert re.search(r"^  steps +100 +Optimiser steps\.", text, re.MULTILINE)
+    assert re.search(r"^  steps +100 +Steps\.", text, re.MULTILINE)
     assert max(map(len, text.splitlines())) <= 120
     assert "in which no sample carried any signal." in " ".join(text.split())
 

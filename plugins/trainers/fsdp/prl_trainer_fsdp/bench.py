@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
         config = read_resolved(request, BenchConfig)
         own = cast(FsdpConfig, config.trainer.plugin_config())
         disable_progress_bar()
-        runtime = start(own.device, config.trainer.threads)
+        runtime = start(config)
         if runtime.is_leader:
             say_choices()
         row = bench(config, own, runtime, request.parent, Path(argv[1]) if len(argv) > 1 else None)

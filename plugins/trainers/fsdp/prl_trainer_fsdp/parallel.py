@@ -15,7 +15,7 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from prl.config.schema import RunConfig, SftConfig
+from prl.config.schema import RunConfig, TrainerTable
 from prl.errors import ConfigError, EnvironmentNotFit
 from prl_models.blocks.context import ContextParallel
 from prl_trainer_fsdp import mesh
@@ -63,7 +63,16 @@ class Runtime:
         return None if self.meshes is None else self.meshes.context
 
 
-def start(config: RunConfig | SftConfig, environ: Mapping[str, str] = os.environ) -> Runtime:
+class Configuration(Protocol):
+    """What a run's, a supervised run's and a benchmark's configuration have in common."""
+
+    @property
+    def trainer(self) -> TrainerTable: ...
+
+    def model_dump_json(self) -> str: ...
+
+
+def start(config: Configuration, environ: Mapping[str, str] = os.environ) -> Runtime:
     """Choose the device and join the process group that the environment describes: `ranks`' or torchrun's.
 
     Raises:
@@ -113,7 +122,7 @@ def _backend(device: torch.device) -> str:
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
-def _check_agreement(config: RunConfig | SftConfig, world: int, device: torch.device) -> None:
+def _check_agreement(config: Configuration, world: int, device: torch.device) -> None:
     """Ranks that were given different things would wait for one another for ever, or train nonsense.
 
     Raises:
