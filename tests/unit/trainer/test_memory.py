@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from prl.testing.numerics import assert_same_bits
+from prl.testing.numerics import assert_parity, assert_same_bits
 from prl_models.blocks.attention import Padded
 from prl_models.blocks.decoder import Attention
 from prl_trainer_fsdp import activations, optim
@@ -195,3 +195,22 @@ def test_the_state_on_the_host_changes_no_bit(
         trainer.train(batches(samples(3, 2), 3)[0])
     assert_same_bits(state(plain), state(again))
     assert_same_bits(state(plain), state(back))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("impl", ["auto", "hf"])
+def test_compiled_blocks_train_the_same_and_once_for_rows_of_any_length(model: Path, tmp_path: Path, impl: str) -> None:
+    from torch._dynamo.utils import counters
+
+    expected = state(trained(model, tmp_path / "plain", impl, steps=3))
+    torch.compiler.reset()
+    counters.clear()
+    config = run_config(model, compile=True, recompute="full")
+    config = config.model_copy(update={"model": config.model.model_copy(update={"impl": impl})})
+    trainer, graphs = Trainer(config, tmp_path / "compiled", CPU), []
+    for step in (1, 2, 3):
+        trainer.train(batches(samples(step, step - 1), step)[0])
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] > 0 and len(set(graphs)) == 1, graphs
+    for name, value in state(trainer).items():
+        assert_parity(expected[name], value, 1e-4, name)

@@ -131,6 +131,19 @@ def attend(
     Returns:
         [U, heads, D].
     """
+    return _computed(query, key, value, packing, scale, window, kernel, context)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packing: Packing,
+    scale: float,
+    window: int | None,
+    kernel: AttentionKernel | None,
+    context: ContextParallel | None,
+) -> Tensor:
     if window is not None and window >= packing.max_length:
         window = None
     if context is None:
@@ -141,6 +154,16 @@ def attend(
     if window is not None:
         raise EnvironmentNotFit(f'cp_style = "ring" cannot compute a sliding window ({window} tokens): use "ulysses"')
     return ring_attention(query, key, value, packing, scale, kernel or Padded(), context.group)
+
+
+_computed = _attend
+
+
+def keep_out_of_graphs() -> None:
+    """From here on torch.compile does not look into attention: its kernels are compiled already, and what it knows of
+    documents is no part of a graph. Called where a model is compiled, because this imports the compiler."""
+    global _computed
+    _computed = torch.compiler.disable(_attend)
 
 
 def _alone(

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from prl_models.blocks.cache import selective
+from prl_models.blocks.context import keep_out_of_graphs
 from prl_trainer_fsdp.activations import offload_activations
 from prl_trainer_fsdp.config import FsdpConfig
 
@@ -39,5 +40,6 @@ def recompute(block: nn.Module, kind: Literal["selective", "full"]) -> None:
 
 
 def compile_block(block: nn.Module) -> None:
-    """One graph for rows of any length, around attention, whose kernels are compiled already."""
+    """One graph for rows of any length on each side of attention."""
+    keep_out_of_graphs()
     block.forward = torch.compile(block.forward, dynamic=True)
