@@ -91,6 +91,10 @@ class Dense(nn.Module):
 
 
 class Layer(nn.Module):
+    """`recomputed`: only its inputs are kept for the backward pass, so that one is better than two."""
+
+    recomputed = False
+
     def __init__(self, spec: LayerSpec, hidden: int, eps: float, compute: Compute) -> None:
         super().__init__()
         self.eps, self.ops = eps, compute.ops
@@ -145,8 +149,7 @@ class Decoder(nn.Module):
     def forward(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         hidden = self.hidden_states(batch).index_select(0, batch.parents)
         head = self.model.embed_tokens if self.spec.tied else self.lm_head
-        weight = head.weight.to(hidden.dtype)
-        logprobs, entropy = logprobs_and_entropy(hidden, weight, batch.labels, batch.temperatures)
+        logprobs, entropy = logprobs_and_entropy(hidden, head.weight, batch.labels, batch.temperatures)
         if batch.predictions is None:
             return logprobs, entropy
         return logprobs.index_select(0, batch.predictions), entropy.index_select(0, batch.predictions)
@@ -158,6 +161,8 @@ class Decoder(nn.Module):
         angles = model.rotary_emb(batch.position_ids, dtype)
         residual: Tensor | None = None
         for layer in model.layers:
+            if residual is not None and layer.recomputed:
+                x, residual = residual + x, None
             x, residual = layer(x, residual, angles, batch.packing)
         if residual is None:
             return self.compute.ops.rms_norm(x, model.norm.weight, self.spec.norm_eps)

@@ -33,7 +33,8 @@ def logprobs_and_entropy(
     """log p(target) and the entropy of p, p = softmax(hidden weight^T / temperature).
 
     Args:
-        hidden: [N, H]. weight: [V, H]. targets: i64[N]. temperatures: f32[N], all above 0.
+        hidden: [N, H]. weight: [V, H], cast where its precision is another. targets: i64[N].
+        temperatures: f32[N], all above 0.
         chunk: tokens whose logits exist at once; 0 chooses by the vocabulary and the device.
 
     Returns:
@@ -44,7 +45,7 @@ def logprobs_and_entropy(
         return logprobs, entropy
     if chunk <= 0:
         chunk = max(16, (CUDA_BYTES // 4 if hidden.is_cuda else CPU_ELEMENTS) // weight.shape[0])
-    logprobs, entropy = _ChunkedHead.apply(hidden, weight, targets, temperatures, chunk)
+    logprobs, entropy = _ChunkedHead.apply(hidden, weight.to(hidden.dtype), targets, temperatures, chunk)
     return logprobs, entropy
 
 

@@ -173,7 +173,7 @@ def _norm_backward(grad: Tensor, x: Tensor, weight: Tensor, root: Tensor) -> tup
     normed = x.to(root.dtype) * root
     wide = grad.to(root.dtype)
     products = wide * normed
-    grad_normed = wide * weight
+    grad_normed = wide * weight.to(x.dtype)
     mean = torch.linalg.vecdot(grad_normed, normed)[..., None].div_(x.shape[-1])
     grad_x = grad_normed.sub_(normed.mul_(mean)).mul_(root)
     return grad_x.to(x.dtype), products

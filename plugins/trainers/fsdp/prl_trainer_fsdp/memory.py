@@ -34,6 +34,7 @@ def recompute(block: nn.Module, kind: Literal["selective", "full"]) -> None:
     """Keep the block's inputs, and with "selective" what its attention kernel returned, whose cost grows with the
     square of a document's length; compute all else again in the backward pass."""
     kept = selective if kind == "selective" else noop_context_fn
+    block.recomputed = True
     block.forward = functools.partial(
         checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, context_fn=kept
     )
