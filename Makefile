@@ -8,7 +8,7 @@ PROJECTS := $(wildcard core/pyproject.toml cli/pyproject.toml plugins/*/pyprojec
 PACKAGES := core/prl cli/prl_cli $(wildcard plugins/*/prl_*) $(wildcard plugins/*/*/prl_*)
 PYTEST := $(BIN)/python -m pytest -rs
 
-.PHONY: help setup lint test test-slow test-gpu demo bench-peer bench-overlap bench-dataplane bench-generation bench-trainer bench-head clean
+.PHONY: help setup lint test test-slow test-gpu demo bench-peer bench-overlap bench-dataplane bench-generation bench-trainer bench-head bench-kernels clean
 
 help:
 	@echo "make setup            create .venv and install every distribution into it"
@@ -23,6 +23,7 @@ help:
 	@echo "make bench-generation CPU time of engine and gateway"
 	@echo "make bench-trainer    the trainer's step beside its peer's, on one NVIDIA GPU"
 	@echo "make bench-head       memory of the chunked head beside the plain one"
+	@echo "make bench-kernels    attention, operations and head on an NVIDIA GPU, beside what it can do"
 	@echo "make clean            remove caches and build outputs; .venv and runs stay"
 
 setup: $(STAMP)
@@ -71,6 +72,9 @@ bench-trainer: setup
 
 bench-head: setup
 	$(BIN)/python benchmarks/head_memory.py
+
+bench-kernels: setup
+	$(BIN)/python benchmarks/kernels.py
 
 clean:
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
