@@ -21,7 +21,7 @@ PART_OF = {"pydantic_core": "pydantic"}
 PEERS = {"trl", "datasets"}
 """Measured against where they are installed."""
 
-OPTIONAL = {"pytest", "uvloop", "flash_attn", "renderers"}
+OPTIONAL = {"pytest", "uvloop", "flash_attn", "liger_kernel", "quack", "renderers"}
 """Used where they are present, or by code for tests; nothing requires them."""
 
 
