@@ -66,20 +66,25 @@ def batch_of(
     return PackedBatch.build(ids, bounds, targets, np.ones(len(targets), np.float32), CPU, share=False, context=context)
 
 
-def attention_error(context: ContextParallel, lengths: list[int], heads: tuple[int, int], window: int | None) -> float:
-    """Output and gradients, at once and recomputed in the backward pass."""
+def attention_error(
+    context: ContextParallel,
+    lengths: list[int],
+    heads: tuple[int, int],
+    window: int | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> float:
+    """Output and gradients, at once and recomputed in the backward pass, against float64 of the same values."""
     packing = batch_of(lengths, np.array([1]), context).packing
     tokens = packing.num_tokens
     shapes = [(heads[0], 8), (heads[1], 8), (heads[1], 6)]  # values narrower than keys
     generator = torch.Generator().manual_seed(0)
-    whole = [torch.randn(tokens, *shape, generator=generator, dtype=torch.float64) for shape in shapes]
-    weight = torch.randn(tokens, heads[0], 6, generator=generator, dtype=torch.float64)
-    for tensor in whole:
-        tensor.requires_grad_()
+    given = [torch.randn(tokens, *shape, generator=generator).to(dtype) for shape in shapes]
+    weight = torch.randn(tokens, heads[0], 6, generator=generator).to(dtype)
+    whole = [x.double().requires_grad_() for x in given]
     expected = packed_attention(*whole, Packing(np.append(packing.starts, tokens), CPU), 1.0, window)
     wanted = torch.autograd.grad((expected * weight).sum(), whole)
     places = torch.from_numpy(context.places(tokens))
-    part = [x.detach()[places].requires_grad_() for x in whole]
+    part = [x[places].requires_grad_() for x in given]
     kernel = Counted()
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -105,7 +110,8 @@ def attention_errors(group: Any) -> dict[str, float]:
         context = ContextParallel(group, style)
         for row, lengths in ROWS.items():
             for name, heads in HEADS.items():
-                errors[f"{style} of {context.size}: {row}, {name}"] = attention_error(context, lengths, heads, None)
+                errors[f"{style} of {context.size}: {row}, {name}"] = attention_error(context, lengths, heads)
+        errors[f"bfloat16 {style} of {context.size}"] = attention_error(context, [17, 31], (8, 4), None, torch.bfloat16)
     errors[f"ulysses of {context.size}: window"] = attention_error(ContextParallel(group), [17, 9, 22], (8, 4), 5)
     return errors
 
