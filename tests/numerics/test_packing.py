@@ -62,9 +62,10 @@ def test_bounds_that_are_none_are_refused(bounds: list[int]) -> None:
         Packing(np.array(bounds, np.int32), CPU)
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3", "mistral", "qwen3_moe"])
+@pytest.fixture(scope="module", params=["llama", "qwen3", "mistral", "qwen3_moe", "deepseek_v3"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Small models with sharpened weights; mistral with a window of four tokens."""
+    """Small models with sharpened weights; mistral with a window of four tokens, deepseek_v3 with
+    values narrower than keys."""
     import transformers as t
 
     common = {
@@ -80,7 +81,17 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         "eos_token_id": 2,
     }
     moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    latent = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 4, "v_head_dim": 6}
+    groups = {
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 24,
+    }
+    deepseek = {**common, **latent, **groups, "num_key_value_heads": 4, "num_experts_per_tok": 2}
     config = {
+        "deepseek_v3": lambda: t.DeepseekV3Config(**deepseek),
         "llama": lambda: t.LlamaConfig(**common, tie_word_embeddings=True),
         "qwen3": lambda: t.Qwen3Config(**common),
         "mistral": lambda: t.MistralConfig(**common, sliding_window=4),

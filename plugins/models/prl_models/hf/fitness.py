@@ -61,9 +61,14 @@ def refuse(config: PreTrainedConfig, context: ContextParallel | None) -> None:
                 "embedding by the last position it sees, which differs from rank to rank. Use cp = 1"
             )
         heads = text.num_attention_heads
-        window = getattr(text, "sliding_window", None) if not kinds or "sliding_attention" in kinds else None
         kv_heads = getattr(text, "num_key_value_heads", None) or heads
-        check_heads(heads, kv_heads, context.size, context.style, window)
+        check_heads(heads, kv_heads, context.size, context.style, window_of(text))
+
+
+def window_of(text: PreTrainedConfig) -> int | None:
+    """The sliding window that some layer has."""
+    kinds = getattr(text, "layer_types", None)
+    return getattr(text, "sliding_window", None) if not kinds or "sliding_attention" in kinds else None
 
 
 @torch.no_grad()

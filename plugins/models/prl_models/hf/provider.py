@@ -16,8 +16,9 @@ from itertools import groupby
 from typing import cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from prl.contribution import PluginConfig
 from prl.errors import ConfigError, EnvironmentNotFit
@@ -26,7 +27,7 @@ from prl_models.blocks.context import ContextParallel, attend
 from prl_models.blocks.head import logprobs_and_entropy
 from prl_models.blocks.kernel import AttentionKernel
 from prl_models.blocks.lora import add_adapters, merged
-from prl_models.hf.fitness import check_packing, refuse
+from prl_models.hf.fitness import check_packing, refuse, window_of
 from prl_models.kernels import choose_attention
 from prl_models.options import AttentionName, Kernels, ModelOptions
 from prl_models.provider import Gather, Place
@@ -48,27 +49,31 @@ class HfProvider:
 
         Raises:
             ConfigError: the folder does not hold a model, or its heads cannot be divided among the ranks of a row.
-            EnvironmentNotFit: its documents cannot be packed.
+            EnvironmentNotFit: its documents cannot be packed, or the kernel that is asked for cannot be used.
         """
         AttentionInterface.register(ATTENTION, _attend)
         try:
-            refuse(AutoConfig.from_pretrained(path), options.context)
+            config = AutoConfig.from_pretrained(path)
+            refuse(config, options.context)
+            kernel = _choose_kernel(config, options)
             model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
         except (OSError, ValueError) as error:
             raise ConfigError([f"model.path = {path!r} cannot be loaded: {error}"]) from error
         choose_experts(model, options.dtype)
-        packed = HfModel(model.eval(), options)
+        packed = HfModel(model.eval(), kernel, options.context)
         check_packing(packed)
         if options.lora is not None:
             add_adapters(packed.hf, packed.blocks, options.lora, options.dtype)
         return packed if options.deferred else packed.to(options.device)
 
 
-def _choose_kernel(hf: PreTrainedModel, options: ModelOptions) -> AttentionKernel:
+def _choose_kernel(config: PreTrainedConfig, options: ModelOptions) -> AttentionKernel:
     """Raises: EnvironmentNotFit: the attention kernel that is asked for cannot be used."""
-    config = hf.config.get_text_config()
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    windows = getattr(config, "sliding_window", None) is not None
+    text = config.get_text_config()
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    if (latent := getattr(text, "qk_nope_head_dim", None)) is not None:  # multi-head latent attention
+        head_dim = latent + text.qk_rope_head_dim
+    windows = window_of(text) is not None
     return choose_attention(options.kernels.attention, options.device, options.dtype, head_dim, windows=windows)[0]
 
 
@@ -78,13 +83,13 @@ class HfModel(nn.Module):
 
     casts = False
 
-    def __init__(self, hf: PreTrainedModel, options: ModelOptions) -> None:
+    def __init__(self, hf: PreTrainedModel, kernel: AttentionKernel, context: ContextParallel | None) -> None:
         super().__init__()
         self.hf = hf
         self.vocab_size = int(hf.get_output_embeddings().weight.shape[0])
-        self.context = options.context
-        self.kernel = _choose_kernel(hf, options)
-        self.kernels = Kernels(cast(AttentionName, self.kernel.name), "torch")
+        self.context = context
+        self.kernel = kernel
+        self.kernels = Kernels(cast(AttentionName, kernel.name), "torch")
         hf.set_attn_implementation(ATTENTION)
 
     @property
@@ -175,7 +180,8 @@ def _attend(
     sliding_window: int | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """As transformers calls it: query [1, heads, T, D], key and value [1, kv_heads, T, D] -> [1, T, heads, D]."""
+    """As transformers calls it: query [1, heads, T, D], key [1, kv_heads, T, D], value [1, kv_heads, T, E] ->
+    [1, T, heads, E]. Values narrower than keys (multi-head latent attention) are widened by zeros for the kernel."""
     for extra in ("softcap", "s_aux"):
         if kwargs.get(extra) is not None:
             raise EnvironmentNotFit(
@@ -183,6 +189,9 @@ def _attend(
             )
     if attend is None or attention_mask is not None or dropout:
         raise EnvironmentNotFit(f"{type(module).__name__} does not hand packed documents to its attention")
+    width = value.shape[-1]
+    if width < query.shape[-1]:
+        value = F.pad(value, (0, query.shape[-1] - width))
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    return attend(q, k, v, scale=scale, window=sliding_window)[None], None
+    return attend(q, k, v, scale=scale, window=sliding_window)[None, :, :, :width], None
