@@ -53,9 +53,10 @@ def save_model(folder: Path, *, tied: bool = True, seed: int = 0) -> Path:
     return folder
 
 
-def run_config(model: Path, **trainer: Any) -> RunConfig:
+def run_config(model: Path, *, impl: str = "auto", **trainer: Any) -> RunConfig:
     own = {"use": "fsdp", "threads": 1, "device": "cpu", "lr": 1e-2, "row_tokens": 64, **trainer}
-    return RunConfig.model_validate({"model": {"path": str(model)}, "envs": [{"use": "none"}], "trainer": own})
+    table = {"path": str(model), "impl": impl}
+    return RunConfig.model_validate({"model": table, "envs": [{"use": "none"}], "trainer": own})
 
 
 def sample(rng: np.random.Generator, prompt: np.ndarray, answer: int, version: int, advantage: float) -> TrainSample:

@@ -1,15 +1,18 @@
-"""One rank of a trainer of several: `ranks.py MODEL OUT [DTYPE]` trains three steps, publishes, saves and loads.
+"""One rank of trainers of several: `ranks.py MODEL OUT LAYOUT...` trains `STEPS` once in every layout.
 
-The first rank writes OUT/weights.safetensors (after three steps), OUT/metrics.json, and OUT/resumed.safetensors (after
-the third step repeated from a checkpoint of the second).
+The first rank writes, into OUT/LAYOUT, `weights.safetensors` after the last step and `facts.json`: what every step
+reported, the loss of an evaluation, and the log-probabilities of probes. In the first layout a checkpoint is taken
+before the last step (`saved`), and `resumed.safetensors` is that step repeated from it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,43 +20,111 @@ from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
-from prl_trainer_fsdp.parallel import gather, start
+from prl.messages import TrainBatch
+from prl.rows import assemble
+from prl_trainer_fsdp import mesh
+from prl_trainer_fsdp.parallel import Runtime, gather, start
 from prl_trainer_fsdp.trainer import Trainer
 from tests.unit.trainer.helpers import batches, run_config, samples
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "fsdp": {},
+    "fsdp-hf": {"impl": "hf"},
+    "hsdp": {"dp_replicate": 2},
+    "ulysses": {"cp": 2},
+    "ring": {"cp": 2, "cp_style": "ring"},
+    "hsdp-ring": {"dp_replicate": 2, "cp": 2, "cp_style": "ring"},
+}
+SETTINGS = {"lr": 3e-3, "schedule": "linear", "decay_steps": 10, "weight_decay": 0.1}
+PROBES = [[5, 9, 3, 7], [4, 4, 8], [1, 30, 2, 17, 11]]
+
+
+def updates(step: int) -> list[list[Any]]:
+    """The samples of a step, by update. The second step is two updates; of the third all ranks but one have nothing."""
+    made = samples(step, step - 1)
+    return {2: [made[:8], made[8:]], 3: [made[:1]]}.get(step, [made])
+
+
+STEPS = (1, 2, 3, 4, 5)
+
+
+def dealt(step: int, ranks: int) -> list[TrainBatch]:
+    """One batch for every data-parallel rank."""
+    parts = [batches(part, step, ranks) for part in updates(step)]
+    for part in parts[1:]:
+        for batch, more in zip(parts[0], part, strict=True):
+            batch.updates += more.updates
+    return parts[0]
+
+
+def facts(trainer: Trainer, reports: list[dict[str, float]]) -> dict[str, Any]:
+    """What must be the same in every layout; collective."""
+    runtime = trainer.runtime
+    (update,) = dealt(1, runtime.layout.data_ranks)[runtime.data_rank].updates
+    evaluated = trainer.learner.evaluate([assemble(row) for row in update.rows], update.denominators)
+    return {"reports": reports, "evaluated": evaluated, "scores": trainer.learner.score(PROBES)}
+
+
+def main(model: Path, out: Path, names: list[str]) -> None:
+    world = int(os.environ["WORLD_SIZE"])
+    first = start(run_config(model, processes=world))
+    for index, name in enumerate(names):
+        folder = out / name
+        if first.is_leader:
+            folder.mkdir()
+        train(laid_out(first, name), model, name, folder, resume=index == 0)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def configured(model: Path, name: str, world: int) -> Any:
+    own = dict(LAYOUTS[name])
+    return run_config(model, impl=own.pop("impl", "auto"), processes=world, **SETTINGS, **own)
+
+
+def laid_out(first: Runtime, name: str) -> Runtime:
+    """The same ranks in another layout."""
+    config = configured(Path("none"), name, first.world).trainer.plugin_config()
+    layout = config.layout(first.world)
+    return dataclasses.replace(first, layout=layout, meshes=mesh.make(layout, first.rank, "cpu", config.cp_style))
+
+
+def train(runtime: Runtime, model: Path, name: str, folder: Path, *, resume: bool) -> None:
+    config = configured(model, name, runtime.world)
+    trainer = Trainer(config, folder, runtime)
+    reports = []
+    for step in STEPS:
+        if resume and step == STEPS[-1]:
+            trainer.checkpoint(step - 1, folder / "saved")
+            dist.barrier()
+        reports.append(trainer.train(mine(runtime, step)).metrics)
+    weights = whole(trainer)
+    found = facts(trainer, reports)
+    reference = trainer.publish(STEPS[-1])
+    assert reference.version == STEPS[-1], reference  # every rank knows where it is
+    if runtime.is_leader:
+        save_file(weights, folder / "weights.safetensors")
+        (folder / "facts.json").write_text(json.dumps(found))
+    if resume:
+        again = Trainer(config, folder / "again", runtime)
+        again.load_checkpoint(folder / "saved")
+        again.train(mine(runtime, STEPS[-1]))
+        resumed = whole(again)
+        if runtime.is_leader:
+            save_file(resumed, folder / "resumed.safetensors")
+
+
+def mine(runtime: Runtime, step: int) -> TrainBatch:
+    """As the controller sends it: samples to the first of the ranks that share rows alone."""
+    batch = dealt(step, runtime.layout.data_ranks)[runtime.data_rank]
+    if runtime.context_rank:
+        batch.updates = []
+    return batch
 
 
 def whole(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {name: gather(p.detach()).clone() for name, p in trainer.learner.parameters()}
 
 
-def main(model: Path, out: Path) -> None:
-    world = int(os.environ["WORLD_SIZE"])
-    config = run_config(model, schedule="linear", decay_steps=10, weight_decay=0.1, processes=world)
-    runtime = start(config)
-    trainer = Trainer(config, out, runtime)
-    reports = []
-    for step in (1, 2, 3):
-        # The last step has one sample: all ranks but one have nothing to do.
-        made = samples(step, step - 1) if step < 3 else samples(step, step - 1)[:1]
-        mine = batches(made, step, runtime.world)[runtime.rank]
-        if step == 3:
-            trainer.checkpoint(2, out / "saved")
-            dist.barrier()
-        reports.append(trainer.train(mine))
-    weights = whole(trainer)
-    reference = trainer.publish(3)
-    again = Trainer(config, out / "again", runtime)
-    again.load_checkpoint(out / "saved")
-    again.train(batches(samples(3, 2)[:1], 3, runtime.world)[runtime.rank])
-    resumed = whole(again)
-    assert reference.version == 3, reference  # every rank knows where it is
-    if runtime.is_leader:
-        save_file(weights, out / "weights.safetensors")
-        save_file(resumed, out / "resumed.safetensors")
-        (out / "metrics.json").write_text(json.dumps([report.metrics for report in reports]))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

@@ -1,43 +1,119 @@
-"""Several processes train what one does: uneven tokens, idle ranks, gathered checkpoints, one published version."""
+"""Several processes train what one does, however they are laid out: sharded, replicated, sharing rows; with uneven
+work, idle ranks, several updates of a batch; also as two nodes that meet as torchrun's do."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from prl.testing.numerics import assert_parity, assert_same_bits
 from prl_trainer_fsdp.trainer import Trainer
 
-from .helpers import CPU, batches, run_config, run_ranks, samples, state
+from .helpers import CPU, run_ranks, state
+from .ranks import STEPS, configured, dealt, facts
 
 TOLERANCE = 5e-6
+SCRIPT = Path(__file__).with_name("ranks.py")
+
+Result = tuple[dict[str, torch.Tensor], dict[str, Any]]
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_ranks_equal_one_process(model: Path, tmp_path: Path, ranks: int) -> None:
-    single = Trainer(run_config(model, schedule="linear", decay_steps=10, weight_decay=0.1), tmp_path / "single", CPU)
-    expected = []
-    for step in (1, 2, 3):
-        made = samples(step, step - 1) if step < 3 else samples(step, step - 1)[:1]
-        expected.append(single.train(batches(made, step)[0]).metrics)
-    out = tmp_path / "ranks"
-    out.mkdir()
-    run_ranks(Path(__file__).with_name("ranks.py"), ranks, str(model), str(out))
-    weights = load_file(out / "weights.safetensors")
-    for name, parameter in state(single).items():
-        assert_parity(parameter, weights[name], TOLERANCE, name)
-    for one, several in zip(expected, json.loads((out / "metrics.json").read_text()), strict=True):
-        assert several.keys() == one.keys()
+@pytest.fixture(scope="module")
+def single(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
+    trainer = Trainer(configured(model, "fsdp", 1), tmp_path_factory.mktemp("single"), CPU)
+    reports = [trainer.train(dealt(step, 1)[0]).metrics for step in STEPS]
+    return state(trainer), facts(trainer, reports)
+
+
+def assert_equal(single: Result, folder: Path) -> None:
+    weights, expected = single
+    found = load_file(folder / "weights.safetensors")
+    assert found.keys() == weights.keys()
+    for name, parameter in weights.items():
+        assert_parity(parameter, found[name], TOLERANCE, f"{folder.name}: {name}")
+    several = json.loads((folder / "facts.json").read_text())
+    pairs = zip([*expected["reports"], expected["evaluated"]], [*several["reports"], several["evaluated"]], strict=True)
+    for index, (one, other) in enumerate(pairs):
+        assert other.keys() == one.keys()
         for name, value in one.items():
-            assert several[name] == pytest.approx(value, rel=1e-5, abs=1e-7), name
-    assert_same_bits(weights, load_file(out / "resumed.safetensors"))
-    # A checkpoint of several ranks continues in one process.
-    alone = Trainer(single.config, tmp_path / "alone", CPU)
-    alone.load_checkpoint(out / "saved")
-    assert alone.version == 2
-    alone.train(batches(samples(3, 2)[:1], 3)[0])
-    for name, parameter in state(single).items():
+            assert other[name] == pytest.approx(value, rel=1e-5, abs=1e-7), f"{folder.name}: {index}: {name}"
+    for one, other in zip(expected["scores"], several["scores"], strict=True):
+        assert other == pytest.approx(one, abs=1e-5), folder.name
+
+
+def test_two_nodes_of_one_rank_equal_one_process(model: Path, tmp_path: Path, single: Result) -> None:
+    """FSDP, HSDP, Ulysses and ring over two ranks, each started by itself with torchrun's variables."""
+    names = ["fsdp", "fsdp-hf", "hsdp", "ulysses", "ring"]
+    with meeting_place() as port:
+        nodes = [
+            subprocess.Popen(
+                [sys.executable, str(SCRIPT), str(model), str(tmp_path), *names],
+                env={**os.environ, **torchrun(node, 2, port)},
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for node in range(2)
+        ]
+        try:
+            said = [node.communicate(timeout=240)[1] for node in nodes]
+        finally:
+            for node in nodes:
+                node.kill()
+                node.wait()
+    assert [node.returncode for node in nodes] == [0, 0], "\n".join(text[-6000:] for text in said)
+    for name in names:
+        assert_equal(single, tmp_path / name)
+    # A checkpoint of several ranks continues there to the bit, and in one process.
+    assert_same_bits(load_file(tmp_path / "fsdp/weights.safetensors"), load_file(tmp_path / "fsdp/resumed.safetensors"))
+    alone = Trainer(configured(model, "fsdp", 1), tmp_path / "alone", CPU)
+    alone.load_checkpoint(tmp_path / "fsdp" / "saved")
+    assert alone.version == STEPS[-2]
+    alone.train(dealt(STEPS[-1], 1)[0])
+    for name, parameter in single[0].items():
         assert_parity(parameter, state(alone)[name], TOLERANCE, name)
+
+
+def test_four_ranks_equal_one_process(model: Path, tmp_path: Path, single: Result) -> None:
+    """dp2 x cp2 with Ulysses, two copies of two shards, two copies of one ring."""
+    names = ["ulysses", "hsdp", "hsdp-ring"]
+    run_ranks(SCRIPT, 4, str(model), str(tmp_path), *names)
+    for name in names:
+        assert_equal(single, tmp_path / name)
+
+
+@contextlib.contextmanager
+def meeting_place() -> Iterator[int]:
+    """The port of a store as torchrun's agent holds one, on loopback."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        port: int = listening.getsockname()[1]
+        store = dist.TCPStore(
+            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+        )
+        yield port
+        del store
+
+
+def torchrun(node: int, nodes: int, port: int) -> dict[str, str]:
+    """What torchrun sets for the only rank of a node."""
+    numbers = {"RANK": node, "WORLD_SIZE": nodes, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": port}
+    return {
+        **{name: str(number) for name, number in numbers.items()},
+        "MASTER_ADDR": "127.0.0.1",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
+        "OMP_NUM_THREADS": "1",
+    }
