@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from prl.testing.numerics import assert_parity
-from prl_models.blocks.head import logprobs_and_entropy
+from prl_models.blocks.head import _ChunkedHead, _FusedHead, logprobs_and_entropy
 
 TOKENS, HIDDEN, VOCAB = 37, 16, 53
 
@@ -43,6 +43,20 @@ def test_bfloat16_inputs_give_float32_outputs() -> None:
     assert logprobs.dtype == entropy.dtype == torch.float32
     (logprobs.sum() + entropy.sum()).backward()
     assert hidden.grad is not None and hidden.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("head", [_ChunkedHead, _FusedHead])
+def test_a_rank_without_targets_has_a_gradient_of_zeros(head: type[torch.autograd.Function]) -> None:
+    """And not none: where ranks share the weight, the others wait for its part in the sum."""
+    if head is _FusedHead:
+        pytest.importorskip("triton")
+    hidden = torch.randn(3, HIDDEN, requires_grad=True)
+    weight = torch.randn(VOCAB, HIDDEN, requires_grad=True)
+    none = torch.zeros(0, dtype=torch.long)
+    logprobs, entropy = head.apply(hidden.index_select(0, none), weight, none, torch.ones(0), 16)
+    (logprobs.sum() + entropy.sum()).backward()
+    for tensor in (hidden, weight):
+        assert tensor.grad is not None and not tensor.grad.any()
 
 
 PROGRAM = """

@@ -160,6 +160,8 @@ class _FusedHead(torch.autograd.Function):
             if ctx.needs_input_grad[1]:
                 kind = ctx.kind if chunk >= count else torch.float32
                 grad_weight = _add_product(grad_weight, some.t(), hidden[part], kind)
+        if ctx.needs_input_grad[1] and grad_weight is None:  # no rows: other ranks reduce a gradient all the same
+            grad_weight = torch.zeros_like(weight, dtype=ctx.kind)
         return grad_hidden, None if grad_weight is None else grad_weight.to(ctx.kind), None, None, None
 
 
