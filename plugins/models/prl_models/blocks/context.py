@@ -148,21 +148,6 @@ def _attend(
         window = None
     if context is None:
         return _alone(query, key, value, packing, scale, window, kernel)
-    return _shared(query, key, value, packing, scale, window, kernel, context)
-
-
-@torch.compiler.disable
-def _shared(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    packing: Packing,
-    scale: float,
-    window: int | None,
-    kernel: AttentionKernel | None,
-    context: ContextParallel,
-) -> Tensor:
-    """Exchanges between ranks stay outside compiled graphs."""
     if context.style == "ulysses":
         q, k, v = tokens_to_heads(query, key, value, context.group)
         return heads_to_tokens(_alone(q, k, v, packing, scale, window, kernel), context.group)
