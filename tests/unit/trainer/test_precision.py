@@ -1,4 +1,4 @@
-"""Recomputation changes nothing; bfloat16 trains float32 parameters and publishes what it computes with."""
+"""bfloat16 trains float32 parameters and publishes what it computes with; gradients of rows are summed in float32."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from prl.config.schema import RunConfig
-from prl.testing.numerics import assert_same_bits, relative_error
+from prl.rows import PackedRow, assemble
+from prl.testing.numerics import relative_error
+from prl_trainer_fsdp.parallel import gather
 from prl_trainer_fsdp.trainer import Trainer
 
 from .helpers import CPU, batches, run_config, samples, state
@@ -24,8 +27,8 @@ def group() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def in_bfloat16(config: RunConfig) -> RunConfig:
-    return config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
+def in_bfloat16(config: RunConfig, impl: str = "auto") -> RunConfig:
+    return config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16", "impl": impl})})
 
 
 def trained(config: RunConfig, at: Path) -> Trainer:
@@ -35,34 +38,19 @@ def trained(config: RunConfig, at: Path) -> Trainer:
     return trainer
 
 
-def test_recomputing_changes_no_bit(model: Path, tmp_path: Path) -> None:
-    kept = trained(run_config(model), tmp_path / "kept")
-    recomputed = trained(run_config(model, recompute="full"), tmp_path / "recomputed")
-    assert_same_bits(state(kept), state(recomputed))
-    assert kept.publish(2).num_bytes == recomputed.publish(2).num_bytes
-
-
-def test_recomputing_computes_again(model: Path, tmp_path: Path) -> None:
-    trainer = Trainer(run_config(model, recompute="full"), tmp_path, CPU)
-    calls = []
-    inner = trainer.learner.model.blocks[0].self_attn
-    inner.register_forward_hook(lambda *_: calls.append(1))
-    trainer.train(batches(samples(1), 1, row_tokens=10_000)[0])
-    assert len(calls) == 2
-
-
 @pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("impl", ["auto", "hf"])
 def test_bfloat16_computes_with_copies_of_float32_parameters(
-    model: Path, tmp_path: Path, group: None, recompute: str
+    model: Path, tmp_path: Path, group: None, impl: str, recompute: str
 ) -> None:
     config = run_config(model, recompute=recompute, lr=1e-3)
-    exact, rounded = trained(config, tmp_path / "exact"), trained(in_bfloat16(config), tmp_path / "rounded")
+    exact, rounded = trained(config, tmp_path / "exact"), trained(in_bfloat16(config, impl), tmp_path / "rounded")
+    sharded = any(isinstance(p, DTensor) for _, p in rounded.learner.parameters())
+    assert sharded == (impl == "hf"), "a model that casts where it uses its weights needs no second copy of them"
     reference = rounded.publish(2)
     received = rounded.config.channel.build().receiver().receive(reference)
     assert {tensor.dtype for tensor in received.tensors.values()} == {torch.bfloat16}
     assert received.tolerance == 0.15
-    from prl_trainer_fsdp.parallel import gather
-
     for name, parameter in rounded.learner.parameters():
         whole = gather(parameter.detach())
         assert whole.dtype == torch.float32
@@ -72,3 +60,46 @@ def test_bfloat16_computes_with_copies_of_float32_parameters(
     alone = Trainer(config, tmp_path / "alone", CPU)
     alone.load_checkpoint(tmp_path / "saved")
     assert files and alone.version == 2
+
+
+def gradients(trainer: Trainer, rows: list[PackedRow], denominators: dict[str, float]) -> dict[str, torch.Tensor]:
+    """What a step hands to its optimiser."""
+    found: dict[str, torch.Tensor] = {}
+
+    def keep(rate: float) -> None:
+        for name, parameter in trainer.learner.parameters():
+            assert parameter.grad is not None
+            found[name] = gather(parameter.grad).clone()
+
+    trainer.learner.optimizer.step = keep  # type: ignore[method-assign]
+    trainer.learner.step(rows, denominators, 0)
+    return found
+
+
+@pytest.mark.parametrize("impl", ["auto", "hf"])
+def test_gradients_of_rows_are_summed_in_float32(model: Path, tmp_path: Path, group: None, impl: str) -> None:
+    trainer = Trainer(in_bfloat16(run_config(model, max_grad_norm=0), impl), tmp_path, CPU)
+    update = batches(samples(1, groups=6), 1)[0].updates[0]
+    rows = [assemble(row) for row in update.rows]
+    assert len(rows) > 2
+    together = gradients(trainer, rows, update.denominators)
+    parts = [gradients(trainer, [row], update.denominators) for row in rows]
+    for name, value in together.items():
+        total = torch.zeros_like(value)
+        for part in parts:
+            total += part[name]
+        assert value.dtype == torch.float32 and torch.equal(total, value), name
+        assert not torch.equal(value, value.bfloat16().float()), f"{name} would lose bits in bfloat16"
+
+
+def test_masters_keep_steps_that_bfloat16_would_round_away(model: Path, tmp_path: Path) -> None:
+    trainer = Trainer(in_bfloat16(run_config(model, lr=1e-6)), tmp_path, CPU)
+    before = state(trainer)
+    moved = []
+    for step in (1, 2, 3):
+        trainer.train(batches(samples(1, step - 1), step)[0])
+        moved.append({name: value - before[name] for name, value in state(trainer).items()})
+    for name, value in moved[-1].items():
+        same = (before[name].bfloat16() == (before[name] + value).bfloat16()).float().mean()
+        assert same > 0.9, "the step is too small to show in most of the copies"
+        assert value.norm() > 2.5 * moved[0][name].norm() > 0, f"{name} does not add up its steps"
