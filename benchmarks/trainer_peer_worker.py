@@ -287,7 +287,7 @@ class Peer:
 def main(request: Path, backend: str, precision: str, profile: Path | None) -> None:
     config = read_resolved(request, BenchConfig)
     own = cast(FsdpConfig, config.trainer.plugin_config())
-    runtime = start(own.device, config.trainer.threads)
+    runtime = start(config)
     peer = Peer(config, own, backend, precision, runtime.device)
     shapes = shapes_of(config.bench.shapes)
     vocab_size = int(shapes["vocab_size"])

@@ -18,8 +18,9 @@ from prl.errors import ConfigError
 from prl_models.flops import step_flops
 from prl_trainer_fsdp.bench import FORMULA, bench, report
 from prl_trainer_fsdp.bench_data import denominators, synthetic_rows, with_sampler
+from prl_trainer_fsdp.bench_named import SHAPES
 from prl_trainer_fsdp.bench_parts import Clock, Measured, category, measure
-from prl_trainer_fsdp.bench_shapes import SHAPES, shapes_of, write_model
+from prl_trainer_fsdp.bench_shapes import shapes_of, write_model
 from prl_trainer_fsdp.config import FsdpConfig
 from prl_trainer_fsdp.learner import Learner
 

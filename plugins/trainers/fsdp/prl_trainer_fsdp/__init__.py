@@ -16,6 +16,6 @@ ranks.py               several processes of one machine as one group
 checkpoint.py          safetensors and JSON, every file with its checksum
 export.py              a checkpoint as a Hugging Face folder
 sft/                   supervised runs
-bench.py               a step on synthetic data: bench_data.py its rows, bench_shapes.py models of random weights,
-                       bench_parts.py clocks and profiles
+bench.py               a step on synthetic data: bench_data.py its rows, bench_shapes.py and bench_named.py models
+                       of random weights, bench_parts.py clocks and profiles
 """

@@ -75,8 +75,8 @@ def bench(config: BenchConfig, own: FsdpConfig, runtime: Runtime, folder: Path, 
     """
     table = model_table(config, runtime, folder)
     learner = Learner(table, own, config.loss.build(), runtime)
-    replicas, replica = runtime.world // own.cp, runtime.rank // own.cp  # ranks of one row are neighbours
-    generator = (config.seed, replica)
+    replicas = runtime.layout.data_ranks
+    generator = (config.seed, runtime.data_rank)
     rows = synthetic_rows(config.bench, learner.model.vocab_size, generator, supervised=config.loss.use == "ce")
     rows = [with_sampler(row, learner.score, generator) for row in rows]
     whole = denominators(rows, replicas)

@@ -1,0 +1,176 @@
+"""Write the tables of docs/performance.md from the results: `python benchmarks/table.py`.
+
+Each table stands between `<!-- benchmarks/table.py: NAME -->` and `<!-- end -->`; a test fails when one is not what
+this prints, so no figure there is typed by hand. A part of a step that nobody has measured has no row.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from prl_models.flops import step_flops
+from prl_trainer_fsdp.bench_named import SHAPES
+
+HERE = Path(__file__).parent
+PAGE = HERE.parent / "docs" / "performance.md"
+RESULTS = HERE / "results"
+
+PRODUCTS = 650e12
+"""Operations per second that large bfloat16 products reach on one H200."""
+ATTENTION = {"16k": 604e12, "mixed": 451e12, "64k": 604e12, "4b-lora": 604e12}
+"""The same of FlashAttention 4, forward and backward together, on the documents of each case."""
+TITLES = {
+    "16k": "Qwen3-0.6B, 16,384 tokens as one document",
+    "mixed": "the same tokens as 8 documents",
+    "64k": "Qwen3-0.6B, 65,536 tokens as one document",
+    "4b-lora": "Qwen3-4B, LoRA rank 16, 16,384 tokens",
+}
+RECOMPUTED = ("none", "selective", "full")
+
+Row = dict[str, Any]
+Rows = Sequence[Row]
+
+
+def limit_s(row: Row) -> float:
+    """Seconds of products and attention alone, at the rates above: no element-wise work, no optimiser, no waiting."""
+    config = SHAPES[row["model"]]
+    targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    flops = step_flops(config, [row["documents"]], lora_rank=row["lora"], lora_targets=targets)
+    again = row["recompute"] != "none"
+    products = flops.products + (flops.forward_products if again else 0.0)
+    attention = flops.attention + (flops.forward_attention if row["recompute"] == "full" else 0.0)
+    return products / PRODUCTS + attention / ATTENTION[row["case"]]
+
+
+def best(rows: Rows, case: str, trainer: str, recompute: str) -> Row | None:
+    """Of several measurements of one step the one in the middle."""
+    found = [r for r in rows if (r.get("case"), r["trainer"], r["recompute"]) == (case, trainer, recompute)]
+    return sorted(found, key=lambda row: row["tokens_per_s"])[len(found) // 2] if found else None
+
+
+def trainer_table(rows: Rows) -> list[str]:
+    lines = [
+        "| a step of | recomputed | prl, tokens/s | MFU | peak GiB | limit by arithmetic | of it | peer, tokens/s |"
+        " peak GiB | prl / peer |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for case, title in TITLES.items():
+        for recompute in RECOMPUTED:
+            own, peer = (best(rows, case, trainer, recompute) for trainer in ("prl", "transformers"))
+            if own is None and peer is None:
+                continue
+            cells = [title, recompute, *["-"] * 5]
+            if own is not None:
+                most = own["seq_len"] / limit_s(own)
+                cells[2:] = [
+                    f"**{own['tokens_per_s']:,.0f}**",
+                    percent(own["mfu"]),
+                    f"{own['peak_gib']:.1f}",
+                    f"{most:,.0f}",
+                    percent(own["tokens_per_s"] / most),
+                ]
+            cells += [f"{peer['tokens_per_s']:,.0f}", f"{peer['peak_gib']:.1f}"] if peer is not None else ["-", "-"]
+            both = own is not None and peer is not None
+            cells.append(f"{own['tokens_per_s'] / peer['tokens_per_s']:.2f}" if own and peer and both else "-")
+            lines.append(f"| {' | '.join(cells)} |")
+    return [*lines, "", *measured_on(rows)]
+
+
+def parts_table(rows: Rows) -> list[str]:
+    """What a step of prl's is spent on, beside what arithmetic allows: from the steps that were profiled."""
+    profiled = [row for row in rows if row["trainer"] == "prl" and row.get("profile_ms", {}).get("categories")]
+    if not profiled:
+        return ["No profile has been recorded yet."]
+    names = list(dict.fromkeys(name for row in profiled for name in row["profile_ms"]["categories"]))
+    lines = [
+        f"| a step of | recomputed | ms | products, attention by arithmetic | {' | '.join(names)} | nothing ran |",
+        f"|{'---|' * (len(names) + 5)}",
+    ]
+    for row in profiled:
+        spent = row["profile_ms"]["categories"]
+        step = 1000 * median(row["step_s"])
+        limit = 1000 * limit_s(row)
+        parts = [f"{spent[name]:.1f}" if name in spent else "-" for name in names]
+        idle = max(0.0, step - sum(spent.values()))
+        cells = [TITLES[row["case"]], row["recompute"], f"{step:.1f}", f"{limit:.1f}", *parts, f"{idle:.1f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def head_table(rows: Rows) -> list[str]:
+    lines = ["| head | tokens | vocabulary | peak GiB |", "|---|---|---|---|"]
+    lines += [f"| {r['head']} | {r['tokens']:,} | {r['vocab']:,} | {r['peak_gib']:.2f} |" for r in rows]
+    return [*lines, "", f"torch {rows[0]['torch']}, {rows[0]['date']}, float32, without the inputs; `make bench-head`."]
+
+
+def scaling_table(rows: Rows) -> list[str]:
+    lines = [
+        "| layout | precision | log-probabilities differ by | gradient norm by | allowed |",
+        "|---|---|---|---|---|",
+    ]
+    for row in rows:
+        if row["kind"] == "parity":
+            cells = (f"{row['logprobs']:.1e}", f"{row['grad_norm']:.1e}", f"{row['tolerance']:.0e}")
+            lines.append(f"| {row['layout']}, {row['world']} ranks | {row['dtype']} | {' | '.join(cells)} |")
+    lines += ["", "| layout | model | tokens of a row | one GPU, tokens/s | all, tokens/s | efficiency |"]
+    lines += ["|---|---|---|---|---|---|"]
+    for row in rows:
+        if row["kind"] == "scaling":
+            cells = [f"{row['layout']}, {row['world']} GPUs", row["model"], f"{row['seq_len']:,}"]
+            cells += [f"{row['one']:,.0f}", f"{row['all']:,.0f}", percent(row["efficiency"])]
+            lines.append(f"| {' | '.join(cells)} |")
+    return [*lines, "", *measured_on(rows)]
+
+
+def measured_on(rows: Rows) -> list[str]:
+    """Machine, versions and dates of the rows, each set once."""
+    found = []
+    for row in rows:
+        versions = ", ".join(f"{name} {value}" for name, value in row["versions"].items())
+        found.append(f"{row['hardware']}, {row['date']}: {versions}.")
+    return list(dict.fromkeys(found))
+
+
+def percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.0f}%"
+
+
+TABLES: dict[str, tuple[str, Callable[[Rows], list[str]]]] = {
+    "trainer": ("h200_trainer.json", trainer_table),
+    "parts": ("h200_trainer.json", parts_table),
+    "head": ("head_memory.json", head_table),
+    "scaling": ("h200_scaling.json", scaling_table),
+}
+
+
+def table(name: str, results: Path = RESULTS) -> str:
+    """The text between a table's markers."""
+    file, make = TABLES[name]
+    if not (results / file).exists():
+        return "Not measured yet."
+    return "\n".join(make(json.loads((results / file).read_text())))
+
+
+def updated(page: str, results: Path = RESULTS) -> str:
+    """The page with its tables replaced.
+
+    Raises:
+        ValueError: a table has no place in it.
+    """
+    for name in TABLES:
+        begin, end = f"<!-- benchmarks/table.py: {name} -->", "<!-- end -->"
+        pattern = re.compile(rf"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
+        if len(pattern.findall(page)) != 1:
+            raise ValueError(f"the page has no place for {name!r}: {begin} ... {end}")
+        whole = f"{begin}\n{table(name, results)}\n{end}"
+        page = pattern.sub(lambda _, whole=whole: whole, page)  # type: ignore[misc]
+    return page
+
+
+if __name__ == "__main__":
+    PAGE.write_text(updated(PAGE.read_text()))
