@@ -8,6 +8,7 @@ its folders.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from prl_models.blocks.context import ContextParallel, attend, sum_over_context
 from prl_models.blocks.packing import Packing
 from prl_models.options import ModelOptions
 from prl_models.provider import load_model
-from prl_trainer_fsdp.parallel import start
+from prl_trainer_fsdp.ranks import MEETING_PLACE
 
 CPU = torch.device("cpu")
 ROWS = {
@@ -159,14 +160,16 @@ def run_model(
 
 
 def main(folder: Path) -> None:
-    runtime = start("cpu", 1)
+    torch.set_num_threads(1)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", init_method=f"file://{os.environ[MEETING_PLACE]}", rank=rank, world_size=world)
     pair = dist.new_group([0, 1])
     errors = attention_errors(dist.group.WORLD)
-    if runtime.rank < 2:
+    if rank < 2:
         errors |= attention_errors(pair)
         for model in sorted(path for path in folder.iterdir() if path.is_dir()):
             errors |= model_errors(model, pair)
-    (folder / f"errors-{runtime.rank}.json").write_text(json.dumps(errors))
+    (folder / f"errors-{rank}.json").write_text(json.dumps(errors))
     dist.barrier()
     dist.destroy_process_group()
 
