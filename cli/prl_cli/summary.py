@@ -92,8 +92,13 @@ def _results(summary: dict[str, Any]) -> list[tuple[str, str]]:
     if summary.get("eval_first") is not None or summary.get("eval_last") is not None:
         found.append(("evaluation", f"{number(summary.get('eval_first'))} -> {number(summary.get('eval_last'))}"))
     if summary.get("loss") is not None:
-        held_out = f", held-out {number(summary['eval_loss'])}" if summary.get("eval_loss") is not None else ""
-        found.append(("loss", f"{number(summary['loss'])}{held_out}"))
+        found.append(("loss", number(summary["loss"])))
+    if summary.get("eval_loss") is not None:
+        first = summary.get("eval_loss_first")
+        came_from = f"{number(first)} -> " if first is not None else ""
+        found.append(("held-out", f"{came_from}{number(summary['eval_loss'])}"))
+    if summary.get("left_out"):
+        found.append(("left out", ", ".join(f"{number(n)} {reason}" for reason, n in summary["left_out"].items())))
     return found
 
 

@@ -1,4 +1,4 @@
-"""The loss curve of a small supervised run, and the file that holds it: `python tests/golden/sft_loss.py` makes it anew.
+"""The loss curve of a small supervised run and the file that holds it: `python tests/golden/sft_loss.py` makes it anew.
 
 Everything is fixed: the model's weights come from numpy's generator, which is the same everywhere, as is the data; own
 model family, float32, one thread. A change of the code that changes any number of it shows in

@@ -39,7 +39,8 @@ def sft(
 ) -> None:
     """Train on examples (supervised).
 
-    The examples are a JSONL file; the result is exported like that of any run, with prl export.
+    The examples are JSONL or Parquet files or datasets; they are checked before the model is loaded. The trained model
+    is model/ in the run directory; it is also exported like that of any run, with prl export.
     """
     _train(configs, sets, (resume, clean, yes), supervised=True, dry_run=dry_run, quiet=quiet, json=json)
 

@@ -41,7 +41,7 @@ def feed(folder: Path, **data: Any) -> Feed:
 def parts(feed: Feed, rank: int = 0, ranks: int = 1, first: int = 1) -> list[Part]:
     feed.start(first, rank, ranks, DEFAULT_COST)
     try:
-        return [feed.take(step)[0] for step in range(first, feed.steps + 1)]
+        return [feed.take(step) for step in range(first, feed.steps + 1)]
     finally:
         feed.close()
 
@@ -72,7 +72,7 @@ def test_what_is_wrong_in_a_worker_is_raised_at_its_step(folder: Path, tmp_path:
     found = feed(folder, workers=1, **data)
     found.start(1, 0, 1, DEFAULT_COST)
     try:
-        assert found.take(1)[0].examples == 64
+        assert found.take(1).examples == 64
         with pytest.raises(ConfigError, match=wrong):
             found.take(2)
     finally:

@@ -37,6 +37,7 @@ class Feed:
         log.info("conversations become tokens by %s; %d steps", self._renderer.name, self.steps)
         self._preparer(0, 1, None).check_longest([*self._train, *self._eval])
         self._prefetcher: Prefetcher | None = None
+        self.waited = 0.0
 
     @property
     def has_eval(self) -> bool:
@@ -47,30 +48,35 @@ class Feed:
         """Left out when the sources were checked."""
         return sum(source.skipped for source in [*self._train, *self._eval])
 
-    def start(self, first: int, rank: int, ranks: int, cost: Cost) -> None:
-        """Begin to prepare the steps from `first` on for one of the data-parallel ranks."""
+    @property
+    def renderer(self) -> str:
+        """What makes tokens of conversations."""
+        return self._renderer.name
+
+    def start(self, first: int, rank: int, ranks: int, cost: Cost, *, ahead: bool = True) -> None:
+        """Begin to prepare the steps from `first` on for one of the data-parallel ranks; without `ahead`, none."""
         self._own = self._preparer(rank, ranks, cost)
-        self._held_out: Part | None = None
+        if not ahead:
+            return
         workers: list[Callable[[int], Part]] = [self._own.step]
         if self._config.data.workers and first <= self.steps:
             orders = self._orders(rank, ranks, cost)
             workers = [Process(orders) for _ in range(self._config.data.workers)]
         self._prefetcher = Prefetcher(workers, first, self.steps, self._config.data.prefetch)
 
-    def take(self, step: int) -> tuple[Part, float]:
-        """This rank's rows of a step, and the seconds that they were waited for.
+    def take(self, step: int) -> Part:
+        """This rank's rows of a step; `waited` is then the seconds that they were waited for.
 
         Raises:
             ConfigError, RunFailed: they could not be prepared.
         """
         assert self._prefetcher is not None, "not started"
-        return self._prefetcher.take(step)
+        part, self.waited = self._prefetcher.take(step)
+        return part
 
     def evaluation(self) -> Part:
-        """This rank's rows of all held-out examples; the same every time."""
-        if self._held_out is None:
-            self._held_out = self._own.evaluation(self._eval)
-        return self._held_out
+        """This rank's rows of all held-out examples."""
+        return self._own.evaluation(self._eval)
 
     def close(self) -> None:
         if self._prefetcher is not None:

@@ -16,9 +16,11 @@ import shutil
 import signal
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import torch
 
 from prl import faults
@@ -33,7 +35,7 @@ from prl_models.hf.export import export_hf
 from prl_trainer_fsdp import checkpoint
 from prl_trainer_fsdp.config import FsdpConfig
 from prl_trainer_fsdp.learner import Learner
-from prl_trainer_fsdp.parallel import max_over_ranks, start
+from prl_trainer_fsdp.parallel import max_over_ranks, share_in_row, start
 from prl_trainer_fsdp.sft.feed import Feed
 from prl_trainer_fsdp.sft.steps import Part
 
@@ -65,9 +67,13 @@ class SftRun:
         self.writer = StoreWriter(run_dir, rollouts=False) if self.runtime.is_leader else None
         self._told_of = 0
         self._left_out = Counter({"bad_row": self._feed.bad_rows} if self._feed.bad_rows else {})
+        self._held_out: Part | None = None
         self._first_eval: float | None = None
         mine, ranks = self.runtime.data_rank, self.runtime.layout.data_ranks
-        self._feed.start((resumed.step if resumed else 0) + 1, mine, ranks, model_cost(self.config.model.path))
+        first = (resumed.step if resumed else 0) + 1
+        ahead = self.runtime.context_rank == 0
+        self._feed.start(first, mine, ranks, model_cost(self.config.model.path), ahead=ahead)
+        self._event("data", renderer=self._feed.renderer, rows=self._feed.sizes, steps=self._feed.steps)
         try:
             self.learner = Learner(self.config.model, own, self.config.loss.build(), self.runtime)
             if resumed is not None:
@@ -126,12 +132,12 @@ class SftRun:
     def _one_step(self, step: int) -> None:
         data, began = self.config.data, time.perf_counter()
         faults.point("trainer.step")
-        part, waited = self._feed.take(step)
+        part = self._shared(lambda: self._feed.take(step))
         rows = [row.packed() for row in part.rows]
         found = self.learner.step(rows, {"ce": float(part.trained)}, step - 1)
         values = {name: value for name, value in found.items() if name.startswith(SHOWN)}
         values["time/step"] = time.perf_counter() - began
-        values["time/data"] = waited
+        values["time/data"] = self._feed.waited
         values |= self._data_metrics(step, part)
         if self._feed.has_eval and (step == self._feed.steps or (data.eval_every and step % data.eval_every == 0)):
             values |= self._evaluate()
@@ -163,13 +169,22 @@ class SftRun:
     def _evaluate(self) -> dict[str, float]:
         """Mean loss of a held-out trained token, and its exponential. Nothing is trained and nothing drawn."""
         began = time.perf_counter()
-        part = self._feed.evaluation()
+        if self._held_out is None:
+            self._held_out = self._shared(self._feed.evaluation)
+        part = self._held_out
         found = self.learner.evaluate([row.packed() for row in part.rows], {"ce": float(part.trained)})
         loss = found["train/loss"]
         if self._first_eval is None:
             self._first_eval = loss
         perplexity = math.exp(min(loss, LARGEST_EXPONENT))
         return {"eval/loss": loss, "eval/perplexity": perplexity, "time/eval": time.perf_counter() - began}
+
+    def _shared(self, prepare: Callable[[], Part]) -> Part:
+        """Of the ranks that share rows only the first prepares them."""
+        if self.runtime.context is None:
+            return prepare()
+        body = msgspec.msgpack.encode(prepare()) if self.runtime.context_rank == 0 else b""
+        return msgspec.msgpack.decode(share_in_row(body, self.runtime), type=Part)
 
     def _asked_to_stop(self) -> bool:
         """Whether any rank was: all of them leave after the same step."""
