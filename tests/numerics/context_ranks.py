@@ -1,8 +1,8 @@
-"""One rank of four: `context_ranks.py FOLDER` computes rows together with others and writes how far they are from one
-process to FOLDER/errors.json: {check: largest relative error of any rank}.
+"""One rank of several: `context_ranks.py FOLDER DEVICE` computes rows together with others and writes how far it is
+from one process to FOLDER/errors-RANK.json: {check: largest relative error}.
 
-Attention alone, in float64: ranks 0 and 1, and all four. Models, in float32: ranks 0 and 1; FOLDER has one in each of
-its folders.
+On cpu four ranks. Attention alone, in float64: ranks 0 and 1, and all four. Models, in float32: ranks 0 and 1; FOLDER
+has one in each of its folders. On cuda attention alone, in bfloat16, by the kernel that is chosen there.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from torch.utils.checkpoint import checkpoint
 
 from prl.testing.numerics import relative_error
 from prl_models.batch import PackedBatch
-from prl_models.blocks.attention import Padded, packed_attention
+from prl_models.blocks.attention import packed_attention
 from prl_models.blocks.cache import selective
 from prl_models.blocks.context import ContextParallel, attend, sum_over_context
 from prl_models.blocks.packing import Packing
+from prl_models.kernels import choose_attention
 from prl_models.options import ModelOptions
 from prl_models.provider import load_model
 from prl_trainer_fsdp.ranks import MEETING_PLACE
 
-CPU = torch.device("cpu")
+DEVICE = torch.device(sys.argv[2])
 ROWS = {
     "straddling": [17, 9, 22],
     "one document": [48],
@@ -44,19 +45,22 @@ STYLES: Any = ("ulysses", "ring")
 
 
 class Counted:
-    """The plain kernel, which counts its forward passes: a kernel like any other."""
+    """A kernel that counts its forward passes."""
 
     name = "counted"
 
-    def __init__(self) -> None:
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
         self.calls = 0
 
     def forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
         self.calls += 1
-        return Padded().forward(*arguments)
+        found: tuple[Tensor, Tensor] = self.kernel.forward(*arguments)
+        return found
 
     def backward(self, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return Padded().backward(*arguments)
+        found: tuple[Tensor, Tensor, Tensor] = self.kernel.backward(*arguments)
+        return found
 
 
 def batch_of(
@@ -64,7 +68,9 @@ def batch_of(
 ) -> PackedBatch:
     bounds = np.cumsum([0, *lengths]).astype(np.int32)
     ids = np.zeros(bounds[-1], np.int32) if ids is None else ids
-    return PackedBatch.build(ids, bounds, targets, np.ones(len(targets), np.float32), CPU, share=False, context=context)
+    return PackedBatch.build(
+        ids, bounds, targets, np.ones(len(targets), np.float32), DEVICE, share=False, context=context
+    )
 
 
 def attention_error(
@@ -73,23 +79,24 @@ def attention_error(
     heads: tuple[int, int],
     window: int | None = None,
     dtype: torch.dtype = torch.float64,
+    widths: tuple[int, int] = (8, 6),  # values narrower than keys
 ) -> float:
     """Output and gradients, at once and recomputed in the backward pass, against float64 of the same values."""
     packing = batch_of(lengths, np.array([1]), context).packing
     tokens = packing.num_tokens
-    shapes = [(heads[0], 8), (heads[1], 8), (heads[1], 6)]  # values narrower than keys
-    generator = torch.Generator().manual_seed(0)
-    given = [torch.randn(tokens, *shape, generator=generator).to(dtype) for shape in shapes]
-    weight = torch.randn(tokens, heads[0], 6, generator=generator).to(dtype)
+    shapes = [(heads[0], widths[0]), (heads[1], widths[0]), (heads[1], widths[1]), (heads[0], widths[1])]
+    generator, scale = torch.Generator().manual_seed(0), widths[0] ** -0.5 * 2.0
+    given = [torch.randn(tokens, *shape, generator=generator).to(DEVICE, dtype) for shape in shapes]
+    weight = given.pop()
     whole = [x.double().requires_grad_() for x in given]
-    expected = packed_attention(*whole, Packing(np.append(packing.starts, tokens), CPU), 1.0, window)
+    expected = packed_attention(*whole, Packing(np.append(packing.starts, tokens), DEVICE), scale, window)
     wanted = torch.autograd.grad((expected * weight).sum(), whole)
-    places = torch.from_numpy(context.places(tokens))
+    places = torch.from_numpy(context.places(tokens)).to(DEVICE)
     part = [x[places].requires_grad_() for x in given]
-    kernel = Counted()
+    kernel = Counted(choose_attention("auto", DEVICE, dtype, widths[0])[0])
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attend(q, k, v, packing, 1.0, window, kernel, context)
+        return attend(q, k, v, packing, scale, window, kernel, context)
 
     def again(*arguments: Tensor) -> Tensor:
         return checkpoint(run, *arguments, use_reentrant=False, preserve_rng_state=False, context_fn=selective)
@@ -159,16 +166,36 @@ def run_model(
     return [value.detach() for value in values], gradients
 
 
-def main(folder: Path) -> None:
-    torch.set_num_threads(1)
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo", init_method=f"file://{os.environ[MEETING_PLACE]}", rank=rank, world_size=world)
+def on_cpu(folder: Path) -> dict[str, float]:
     pair = dist.new_group([0, 1])
     errors = attention_errors(dist.group.WORLD)
-    if rank < 2:
+    if dist.get_rank() < 2:
         errors |= attention_errors(pair)
         for model in sorted(path for path in folder.iterdir() if path.is_dir()):
             errors |= model_errors(model, pair)
+    return errors
+
+
+def on_gpus() -> dict[str, float]:
+    errors = {}
+    for style in STYLES:
+        context = ContextParallel(dist.group.WORLD, style)
+        for row in ([700, 301, 1047], [2048], [64] * 30):
+            error = attention_error(context, row, (16, 8), None, torch.bfloat16, (128, 128))
+            errors[f"{style}: {len(row)} documents"] = error
+    return errors
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    place = f"file://{os.environ[MEETING_PLACE]}"
+    if DEVICE.type == "cuda":
+        torch.cuda.set_device(rank)
+        dist.init_process_group("cpu:gloo,cuda:nccl", init_method=place, rank=rank, world_size=world)
+    else:
+        dist.init_process_group("gloo", init_method=place, rank=rank, world_size=world)
+    errors = on_gpus() if DEVICE.type == "cuda" else on_cpu(folder)
     (folder / f"errors-{rank}.json").write_text(json.dumps(errors))
     dist.barrier()
     dist.destroy_process_group()

@@ -56,13 +56,11 @@ def save_models(folder: Path) -> None:
         model.save_pretrained(folder / name)
 
 
-@pytest.fixture(scope="module")
-def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
-    folder = tmp_path_factory.mktemp("context")
-    save_models(folder)
+def run_ranks(folder: Path, ranks: int, device: str) -> dict[str, float]:
+    """The largest error of any rank."""
     script = Path(__file__).with_name("context_ranks.py")
     done = subprocess.run(
-        [sys.executable, "-m", "prl_trainer_fsdp.ranks", "4", str(script), str(folder)],
+        [sys.executable, "-m", "prl_trainer_fsdp.ranks", str(ranks), str(script), str(folder), device],
         env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -71,10 +69,17 @@ def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     worst: dict[str, float] = {}
-    for rank in range(4):
+    for rank in range(ranks):
         for check, error in json.loads((folder / f"errors-{rank}.json").read_text()).items():
             worst[check] = max(error, worst.get(check, 0.0))
     return worst
+
+
+@pytest.fixture(scope="module")
+def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
+    folder = tmp_path_factory.mktemp("context")
+    save_models(folder)
+    return run_ranks(folder, 4, "cpu")
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -95,6 +100,15 @@ def test_a_model_on_shared_rows_equals_one_process(errors: dict[str, float], sty
     assert len(found) == 4
     for check, error in found.items():
         assert error < (5e-6 if check.endswith("gradients") else 1e-5), check
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
+def test_attention_of_a_row_that_gpus_share(tmp_path: Path) -> None:
+    """Through NCCL, bfloat16, by the kernel that is chosen there."""
+    found = run_ranks(tmp_path, 2, "cuda")
+    assert len(found) == 6
+    assert max(found.values()) < 2e-2, found
 
 
 @pytest.mark.parametrize("heads, kv_heads, cp", [(32, 4, 2), (32, 4, 8), (48, 8, 6), (4, 1, 4), (40, 8, 1), (14, 2, 7)])
