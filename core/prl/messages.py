@@ -272,8 +272,15 @@ class ReleaseRequest(msgspec.Struct):
     versions: list[int]
 
 
+class SnapshotRequest(msgspec.Struct):
+    """Keep a copy of what a checkpoint of this step needs. Answered when training may go on."""
+
+    step: int
+
+
 class CheckpointRequest(msgspec.Struct):
-    """Save the trainer's part into `path` (absolute). Its digest goes into the checkpoint's manifest."""
+    """Write the snapshot of this step into `path` (absolute), while training goes on. Answered when the files are on
+    the disk; their digests go into the checkpoint's manifest."""
 
     step: int
     path: str
@@ -281,12 +288,13 @@ class CheckpointRequest(msgspec.Struct):
 
 class CheckpointReply(msgspec.Struct):
     files: dict[str, str]
-    """File name, relative to `path`, to its sha256."""
+    """This rank's: file name, relative to `path`, to its sha256."""
 
 
 TRAIN = Method("train", TrainBatch, TrainReport)
 PUBLISH = Method("publish", PublishRequest, WeightsRef)
 RELEASE = Method("release", ReleaseRequest, Nothing)
+SNAPSHOT = Method("snapshot", SnapshotRequest, Nothing)
 CHECKPOINT = Method("checkpoint", CheckpointRequest, CheckpointReply)
 
 # --- engines --------------------------------------------------------------------------------------------------

@@ -262,7 +262,14 @@ class TrainerClient(Protocol):
 
     async def release(self, versions: Sequence[int]) -> None: ...
 
-    async def checkpoint(self, step: int, path: Path) -> dict[str, str]: ...
+    async def snapshot(self, step: int) -> None:
+        """Keep a copy of what a checkpoint of this step, the last one trained, needs: training may go on."""
+        ...
+
+    async def checkpoint(self, step: int, path: Path) -> dict[str, str]:
+        """Write the snapshot of this step into `path`, while training goes on. Returns when the files are on the disk:
+        their names, relative to `path`, with their sha256."""
+        ...
 
 
 class EngineFleet(Protocol):

@@ -210,9 +210,9 @@ class Run:
         return sorted(int(path.name[5:]) for path in self.dir.checkpoints.glob("step_??????"))
 
     def weights(self, step: int) -> dict[str, bytes]:
-        """The trainer's tensors of a checkpoint, as bytes."""
+        """The trainer's tensors of a checkpoint, as bytes: parameters and moments, and what the files say of them."""
         part = self.dir.checkpoint(step) / "trainer"
-        return {name: (part / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors")}
+        return {file.name: file.read_bytes() for file in sorted(part.glob("rank-*.safetensors"))}
 
 
 def assert_adds_up(counts: Mapping[str, Any]) -> None:

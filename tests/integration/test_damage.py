@@ -58,7 +58,7 @@ def damaged(project: Project, synchronous: Run) -> Run:
     """A copy of a finished run: its newest checkpoint is truncated, others were never completed, its files are torn."""
     run = project.run()
     shutil.copytree(synchronous.dir.path, run.dir.path)
-    newest = run.dir.checkpoint(6) / "trainer" / "model.safetensors"
+    newest = run.dir.checkpoint(6) / "trainer" / "rank-00000.safetensors"
     newest.write_bytes(newest.read_bytes()[:-100])
     shutil.copytree(run.dir.checkpoint(4), run.dir.checkpoint(8))
     (run.dir.checkpoint(8) / "MANIFEST.json").unlink()
@@ -83,7 +83,14 @@ def test_a_damaged_run_goes_on_from_its_last_good_state(damaged: Run, synchronou
     (resumed,) = damaged.events("resumed")
     assert resumed["step"] == 4
     said = "\n".join(resumed["warnings"])
-    for what in ("model.safetensors", "step_000008", "step_000009.tmp", "step_abc", "metrics.jsonl", "events.jsonl"):
+    for what in (
+        "rank-00000.safetensors",
+        "step_000008",
+        "step_000009.tmp",
+        "step_abc",
+        "metrics.jsonl",
+        "events.jsonl",
+    ):
         assert what in said
         assert what in done.stderr
         assert what in damaged.log("controller-0")

@@ -20,6 +20,7 @@ from prl.messages import (
     PUBLISH,
     RELEASE,
     RUN_EPISODE,
+    SNAPSHOT,
     TRAIN,
     CancelEpisode,
     CheckpointRequest,
@@ -29,6 +30,7 @@ from prl.messages import (
     EpisodeRequest,
     PublishRequest,
     ReleaseRequest,
+    SnapshotRequest,
     TaskPage,
     TrainBatch,
     TrainReport,
@@ -200,7 +202,11 @@ class WireTrainer:
     async def release(self, versions: Sequence[int]) -> None:
         self._ranks[0].peer.notify(RELEASE, ReleaseRequest(list(versions)))
 
+    async def snapshot(self, step: int) -> None:
+        await asyncio.gather(*(rank.peer.call(SNAPSHOT, SnapshotRequest(step), timeout=None) for rank in self._ranks))
+
     async def checkpoint(self, step: int, path: Path) -> dict[str, str]:
         request = CheckpointRequest(step, str(path))
         calls = [rank.peer.call(CHECKPOINT, request, timeout=None) for rank in self._ranks]
-        return (await asyncio.gather(*calls))[0].files
+        replies = await asyncio.gather(*calls)
+        return {name: digest for reply in replies for name, digest in reply.files.items()}

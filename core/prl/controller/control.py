@@ -80,8 +80,8 @@ class Control:
         state.signal.notify()
         deadline = time.monotonic() + state.config.loop.step_timeout_s
         while self.checkpointed == before or self.checkpointed < asked_at:
-            if time.monotonic() > deadline or state.done:
-                return ControlReply(False, "no checkpoint was saved: the run ended first")
+            if time.monotonic() > deadline:
+                return ControlReply(False, "no checkpoint was saved within loop.step_timeout_s")
             await asyncio.sleep(0.05)
         return ControlReply(True, f"saved step {self.checkpointed}", {"step": self.checkpointed})
 

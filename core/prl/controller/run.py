@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import time
 
 from prl import faults, process
 from prl.config.load import read_resolved
@@ -149,7 +150,7 @@ class Controller:
             state.roles.gateway = connection.address
 
     async def _save(self, step: int, data: bytes) -> None:
-        """Both parts, then the manifest: without it there is no checkpoint.
+        """Both parts, then the manifest: without it there is no checkpoint. Training goes on meanwhile.
 
         Raises:
             StoreError, RunFailed: the disk is full, or the trainer did not save its part. Earlier checkpoints are
@@ -158,8 +159,9 @@ class Controller:
         state = self.control.state
         assert state is not None
         timeout = self.config.loop.step_timeout_s
-        with state.waits.on("checkpoint", "trainer", f"saving step {step}", timeout):
-            draft = self.checkpoints.begin(step)
+        started = time.monotonic()
+        with state.waits.on("save", "trainer", f"writing the checkpoint of step {step}", timeout):
+            draft = await asyncio.to_thread(self.checkpoints.begin, step)
             try:
                 saving = state.roles.trainer.checkpoint(step, draft / "trainer")
                 trainer = await within(saving, timeout, f"saving the checkpoint of step {step}", "trainer")
@@ -168,10 +170,12 @@ class Controller:
                 raise
             await asyncio.to_thread(self._commit, step, data, trainer)
         self.control.checkpointed = step
-        self.sink.event("checkpoint_saved", step=step)
+        self.sink.event("checkpoint_saved", step=step, seconds=round(time.monotonic() - started, 3))
 
     def _commit(self, step: int, data: bytes, trainer: dict[str, str]) -> None:
-        self.store.flush()  # a resumed run repeats nothing before the checkpoint, so all of it must be in the files
+        # A resumed run repeats nothing before the checkpoint, so all of it must be in the files. What later steps have
+        # added meanwhile is repeated, and removed by `rewind`.
+        self.store.flush()
         own = self.checkpoints.write_part(step, "controller", {snapshot.FILE: data})
         facts = {"run_id": self.run_dir.name, "incarnation": self.incarnation}
         self.checkpoints.commit(step, {"trainer": trainer, "controller": own}, facts)

@@ -10,7 +10,7 @@ one `Signal`: whoever changes the state notifies, whoever waits looks again. The
 `ledger`) are pure and know nothing of tasks or time. Nothing here imports torch or opens a sample's body.
 
 supervisor  starts the loops, ends them together
-generate, score, batch, train, publish  the five; evaluate is the sixth
+generate, score, batch, train, publish  the five; evaluate is the sixth, and save writes checkpoints beside them
 state       what they share; groups: the episodes of one task; waits: who waits for whom
 schedule    admission and selection: the staleness guarantee; ledger: what became of every episode
 episodes    one episode's request and attempts; tasks: where training tasks come from

@@ -60,6 +60,14 @@ class Batch:
     num_tokens: int
 
 
+@dataclass(frozen=True)
+class Taken:
+    """A checkpoint on its way: the controller's part, while the trainer holds its own."""
+
+    step: int
+    data: bytes
+
+
 @dataclass
 class LoopState:
     """The shared state of one run's loops."""
@@ -89,6 +97,7 @@ class LoopState:
     batches: int = 0  # batch: batches formed so far; batch b trains version b-1 into b
     version: int = 0  # train: the trainer's policy version = steps done
     training: Batch | None = None  # train
+    taken: Taken | None = None  # train sets, save clears when the checkpoint is complete
     barren: int = 0  # groups in a row that brought nothing to train; batch sets it back
     admission_closed: bool = False  # publish, while a synchronous evaluation runs
     paused: str = ""  # control, mismatch gate: why nothing new is started or trained; empty while the run goes on

@@ -9,23 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any
 
 from prl.errors import RunFailed
-from prl.loop import snapshot
 from prl.loop.batch import Batcher
 from prl.loop.evaluate import Evaluator
 from prl.loop.generate import Generator
 from prl.loop.publish import Publisher
+from prl.loop.save import Save, Saver
 from prl.loop.score import Scorer
 from prl.loop.state import LoopState
 from prl.loop.train import Trainer
 
 log = logging.getLogger(__name__)
-
-Save = Callable[[int, bytes], Awaitable[None]]
-"""save(step, controller state): both parts of a checkpoint, the manifest last."""
 
 
 class Loop:
@@ -35,12 +32,12 @@ class Loop:
         self, state: LoopState, save: Save, *, eval_first: float | None = None, eval_last: float | None = None
     ):
         self.state = state
-        self._save = save
         self.evaluator = Evaluator(state, state.version)
         self.evaluator.first, self.evaluator.last = eval_first, eval_last
         self.generator = Generator(state)
         self.publisher = Publisher(state, self.evaluator)
-        self._trainer = Trainer(state, self.checkpoint, self.evaluator.on_step)
+        self.saver = Saver(state, self.evaluator, save)
+        self._trainer = Trainer(state, self.saver.take, self.evaluator.on_step)
 
     async def run(self) -> None:
         """Run to the last step or to a stop.
@@ -58,11 +55,9 @@ class Loop:
         await self._run_loops()
         if table.at_end and not state.stopping and state.steps:
             await self.evaluator.evaluate(state.version)
-        if state.config.checkpoint.at_end or state.stopping:
-            await self.checkpoint(state.version)
-
-    async def checkpoint(self, step: int) -> None:
-        await self._save(step, snapshot.take(self.state, self.evaluator.first, self.evaluator.last))
+        if state.config.checkpoint.at_end or state.stopping or state.checkpoint_requested:
+            await self.saver.take(state.version)
+            await self.saver.finish()
 
     async def _check_splits(self) -> None:
         """Fail before the first step, not in the middle, when an environment has nothing to give."""
@@ -72,6 +67,22 @@ class Loop:
                 raise RunFailed(f"environment {env.label!r} has no training task")
 
     async def _run_loops(self) -> None:
+        """Until the run is done and nothing is left to save. When another loop fails, a checkpoint that is being
+        written is completed first: its steps were good ones."""
+        saving = asyncio.create_task(self.saver.run(), name="save")
+        try:
+            await self._until_done(saving)
+            self.saver.end()
+            await saving
+        except Exception:
+            self.saver.end()
+            await asyncio.gather(saving, return_exceptions=True)
+            raise
+        finally:
+            saving.cancel()
+            await asyncio.gather(saving, return_exceptions=True)
+
+    async def _until_done(self, saving: asyncio.Task[None]) -> None:
         state = self.state
         loops: dict[str, Coroutine[Any, Any, None]] = {
             "generate": self.generator.run(),
@@ -85,7 +96,8 @@ class Loop:
         watchdog = asyncio.create_task(self._watch())
         try:
             while tasks:
-                done, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait({*tasks, saving}, return_when=asyncio.FIRST_COMPLETED)
+                tasks -= done
                 for task in done:
                     task.result()
                     if not state.done:

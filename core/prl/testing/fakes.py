@@ -134,6 +134,7 @@ class FakeTrainer:
         self.version = 0
         self.trained: dict[int, list[tuple[int, int]]] = {}
         self.released: list[int] = []
+        self.snapshots: list[int] = []
         self._seconds = seconds
         self._keep = keep
 
@@ -154,6 +155,11 @@ class FakeTrainer:
 
     async def release(self, versions: Sequence[int]) -> None:
         self.released.extend(versions)
+
+    async def snapshot(self, step: int) -> None:
+        assert self.version in (0, step), f"a snapshot of step {step} at version {self.version}"
+        await asyncio.sleep(0)
+        self.snapshots.append(step)
 
     async def checkpoint(self, step: int, path: Path) -> dict[str, str]:
         return {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -48,6 +49,15 @@ class PackedModel(Protocol):
     def fill(self, place: Place) -> None:
         """After `ModelOptions.deferred` and sharding: read every parameter that is still without a value from the
         folder, one at a time; `place(whole, like)` makes this rank's part. Nothing to do for a model that is loaded."""
+        ...
+
+    def stored(self) -> AbstractContextManager[Callable[[str], Tensor]]:
+        """Of a model that was built on `meta` and not filled: reads the value that the folder has for a parameter or
+        buffer of a name, whole, on the host.
+
+        Raises:
+            ConfigError: the folder does not hold this model.
+        """
         ...
 
     def disk_tensors(self, gather: Gather) -> Iterator[tuple[str, Tensor]]:

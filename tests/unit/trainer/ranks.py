@@ -95,9 +95,11 @@ def train(runtime: Runtime, model: Path, name: str, folder: Path, *, resume: boo
     reports = []
     for step in STEPS:
         if resume and step == STEPS[-1]:
+            trainer.snapshot(step - 1)
             trainer.checkpoint(step - 1, folder / "saved")
             dist.barrier()
-        reports.append(trainer.train(mine(runtime, step)).metrics)
+        metrics = trainer.train(mine(runtime, step)).metrics
+        reports.append({name: value for name, value in metrics.items() if not name.startswith("time/")})
     weights = whole(trainer)
     found = facts(trainer, reports)
     reference = trainer.publish(STEPS[-1])

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from prl import registry
 from prl.errors import StoreError
 from prl.rundir import RunDir
+from prl_trainer_fsdp.checkpoint import Reader, read_index
 from prl_trainer_fsdp.trainer import Trainer
 
 from .helpers import CPU, batches, run_config, samples, save_model
@@ -23,15 +24,16 @@ def run(model: Path, tmp_path: Path) -> RunDir:
     config = run_config(model)
     trainer = Trainer(config, run.path, CPU)
     trainer.train(batches(samples(1, 0), 1)[0])
+    trainer.snapshot(1)
     trainer.checkpoint(1, run.checkpoint(1) / "trainer")
     run.config.write_text(config.model_dump_json())
     return run
 
 
 def trained(run: RunDir) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    return load_file(run.checkpoint(1) / "trainer" / "model.safetensors")
+    index = read_index(run.checkpoint(1) / "trainer")
+    with Reader(index) as reader:
+        return {name: reader.whole("parameter", name) for name in index.of("parameter")}
 
 
 def test_the_folder_holds_the_trained_weights(run: RunDir, model: Path, tmp_path: Path) -> None:
@@ -45,7 +47,7 @@ def test_the_folder_holds_the_trained_weights(run: RunDir, model: Path, tmp_path
 
 
 def test_a_damaged_checkpoint_is_refused(run: RunDir, tmp_path: Path) -> None:
-    file = run.checkpoint(1) / "trainer" / "model.safetensors"
+    file = run.checkpoint(1) / "trainer" / "rank-00000.safetensors"
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)

@@ -77,6 +77,7 @@ def test_own_code_and_transformers_train_the_same_adapters(model: Path, tmp_path
 def test_adapters_alone_are_saved_and_resumed(model: Path, tmp_path: Path) -> None:
     config = configured(model)
     trainer = trained(config, tmp_path / "a", 2)
+    trainer.snapshot(2)
     trainer.checkpoint(2, tmp_path / "saved")
     kept = [key for file in sorted((tmp_path / "saved").rglob("*.safetensors")) for key in names_in(file)]
     assert len(kept) > 2 * 7 * 2 and all(key.endswith((".lora_A", ".lora_B")) for key in kept), kept

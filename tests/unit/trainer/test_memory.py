@@ -186,6 +186,7 @@ def test_the_state_on_the_host_changes_no_bit(
     assert len(hosts) > 3 and all(host is not None and host._copy is None for host in hosts)
     assert_same_bits(state(plain), state(offloaded))
     assert_same_bits(dict(plain.learner.optimizer.named_state()), dict(offloaded.learner.optimizer.named_state()))
+    offloaded.snapshot(2)
     offloaded.checkpoint(2, tmp_path / "saved")
     again = trained(model, tmp_path / "again", steps=0, **keys)
     again.load_checkpoint(tmp_path / "saved")

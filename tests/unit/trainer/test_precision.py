@@ -56,6 +56,7 @@ def test_bfloat16_computes_with_copies_of_float32_parameters(
         assert whole.dtype == torch.float32
         assert torch.equal(whole.bfloat16(), received.tensors[name]), name
         assert relative_error(state(exact)[name], whole) < 0.02, name
+    rounded.snapshot(2)
     files = rounded.checkpoint(2, tmp_path / "saved")
     alone = Trainer(config, tmp_path / "alone", CPU)
     alone.load_checkpoint(tmp_path / "saved")

@@ -17,6 +17,7 @@ from prl.messages import (
     REGISTER,
     RELEASE,
     SHUTDOWN,
+    SNAPSHOT,
     STATUS,
     TRAIN,
     CheckpointRequest,
@@ -24,6 +25,7 @@ from prl.messages import (
     Register,
     ReleaseRequest,
     RoleStatus,
+    SnapshotRequest,
     TrainBatch,
     TrainReport,
     WeightsRef,
@@ -55,6 +57,9 @@ class Client:
 
     async def release(self, versions: Sequence[int]) -> None:
         self._trainer.release(versions)
+
+    async def snapshot(self, step: int) -> None:
+        self._trainer.snapshot(step)
 
     async def checkpoint(self, step: int, path: Path) -> dict[str, str]:
         return self._trainer.checkpoint(step, path)
@@ -127,6 +132,7 @@ def test_a_real_process_from_start_to_shutdown(model: Path, tmp_path: Path) -> N
             await peer.call(RELEASE, ReleaseRequest([0]), timeout=60)
             assert published(run) == [second.location]
             part = run.checkpoint(1) / "trainer"
+            await peer.call(SNAPSHOT, SnapshotRequest(1), timeout=60)
             saved = await peer.call(CHECKPOINT, CheckpointRequest(1, str(part)), timeout=60)
             assert set(saved.files) == {file.name for file in part.iterdir()}
             await peer.call(SHUTDOWN, NOTHING, timeout=60)

@@ -58,9 +58,14 @@ async def what_is_published_is_what_was_asked_for(client: TrainerClient) -> None
 
 async def a_checkpoint_names_its_files_with_their_checksums(client: TrainerClient) -> None:
     await client.train(batches(1, client.dp_size))
+    await client.snapshot(1)
+    await client.train(batches(2, client.dp_size))  # training goes on
     with tempfile.TemporaryDirectory(prefix="prl-trainer-") as folder:
         path = Path(folder) / "trainer"
         files = await client.checkpoint(1, path)
+        assert {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()} == set(files), (
+            "the files written are not those that were named"
+        )
         for name, digest in files.items():
             found = hashlib.sha256((path / name).read_bytes()).hexdigest()
             assert found == digest, f"{name}: its sha256 is {found}, the checkpoint says {digest}"

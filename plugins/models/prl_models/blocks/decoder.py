@@ -7,7 +7,8 @@ inside the norm that follows it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -185,6 +186,12 @@ class Decoder(nn.Module):
                     whole = from_disk(name, parameter.shape, self.rules, read)
                 parameter.copy_(place(whole, parameter))
         self._files = None
+
+    @contextmanager
+    def stored(self) -> Iterator[Callable[[str], Tensor]]:
+        assert self._files is not None, "its values were filled in"
+        with self._files.reading() as read:
+            yield lambda name: from_disk(name, self.get_parameter(name).shape, self.rules, read)
 
     def disk_tensors(self, gather: Gather) -> Iterator[tuple[str, Tensor]]:
         for name, whole in merged(self, gather):

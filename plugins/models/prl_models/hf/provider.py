@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
 from typing import cast
@@ -31,6 +32,7 @@ from prl_models.hf.fitness import check_packing, refuse, window_of
 from prl_models.kernels import choose_attention
 from prl_models.options import AttentionName, Kernels, ModelOptions
 from prl_models.provider import Gather, Place
+from prl_models.weights import WeightFiles
 
 log = logging.getLogger(__name__)
 
@@ -45,13 +47,16 @@ def build(config: PluginConfig) -> HfProvider:
 
 class HfProvider:
     def load(self, path: str, options: ModelOptions) -> HfModel:
-        """Load with float32 parameters; on the host where ranks will share them, which move their shards themselves.
+        """Load with float32 parameters; on the host where ranks will share them, which move their shards themselves;
+        on the device `meta` without any values.
 
         Raises:
             ConfigError: the folder does not hold a model, or its heads cannot be divided among the ranks of a row.
             EnvironmentNotFit: its documents cannot be packed, or the kernel that is asked for cannot be used.
         """
         AttentionInterface.register(ATTENTION, _attend)
+        if options.device.type == "meta":
+            return skeleton(path, options)
         try:
             config = AutoConfig.from_pretrained(path)
             refuse(config, options.context)
@@ -131,6 +136,21 @@ class HfModel(nn.Module):
     def fill(self, place: Place) -> None:
         """Nothing: transformers loads the whole model."""
 
+    @contextmanager
+    def stored(self) -> Iterator[Callable[[str], Tensor]]:
+        """One tensor at a time where names in memory and on disk are the same; otherwise of the whole model."""
+        path = self.hf.config._name_or_path
+        if not getattr(self.hf, "_weight_conversions", None):
+            files = WeightFiles.find(path)
+            known = dict(self.hf.state_dict())
+            kept = {name: known[name].shape for name, _ in self._named_tensors(lambda tensor: tensor)}
+            files.check(kept, (), [name for name in known if name not in kept])
+            with files.reading() as read:
+                yield lambda name: read(name).float()
+            return
+        whole = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        yield whole.state_dict().__getitem__
+
     def disk_tensors(self, gather: Gather) -> Iterator[tuple[str, Tensor]]:
         tensors = self._named_tensors(gather)
         if not getattr(self.hf, "_weight_conversions", None):
@@ -146,6 +166,27 @@ class HfModel(nn.Module):
         parameters = {name for name, _ in self.hf.named_parameters(remove_duplicate=False)}
         persistent = set(self.hf.state_dict().keys()) - parameters
         yield from ((name, gather(buffer)) for name, buffer in self.hf.named_buffers() if name in persistent)
+
+
+def skeleton(path: str, options: ModelOptions) -> HfModel:
+    """The model that config.json describes, on the device `meta`.
+
+    Raises:
+        ConfigError: it describes none.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    try:
+        config = AutoConfig.from_pretrained(path)
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    except (OSError, ValueError) as error:
+        raise ConfigError([f"model.path = {path!r}: config.json describes no model: {error}"]) from error
+    model._weight_conversions = get_model_conversion_mapping(model, add_legacy=False)
+    packed = HfModel(model.eval(), options)
+    if options.lora is not None:
+        add_adapters(packed.hf, packed.blocks, options.lora, options.dtype)
+    return packed
 
 
 def choose_experts(model: PreTrainedModel, dtype: torch.dtype) -> None:

@@ -3,7 +3,7 @@
 plugin.py, config.py   the declaration
 role.py                its part of a run's plan
 __main__.py            the process: answers the controller while one thread trains
-trainer.py             what the controller asks for: train, publish, release, checkpoint
+trainer.py             what the controller asks for: train, publish, release, snapshot, checkpoint
 assembly.py            from a configuration to a sharded model
 memory.py              recomputation and offloading
 learner.py             a model, its loss and its optimiser: one step on packed rows
@@ -13,7 +13,7 @@ metrics.py             sums over rows and ranks; the mismatch between trainer an
 layout.py, mesh.py     which ranks share what: the numbers, and the groups
 parallel.py            devices, process group, sharding
 ranks.py               several processes of one machine as one group
-checkpoint.py          safetensors and JSON, every file with its checksum
+checkpoint/            safetensors and JSON of every rank, written while training goes on, read on any number of ranks
 export.py              a checkpoint as a Hugging Face folder
 sft/                   supervised runs
 bench.py               a step on synthetic data: bench_data.py its rows, bench_shapes.py and bench_named.py models

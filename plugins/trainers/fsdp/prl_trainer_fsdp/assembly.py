@@ -34,6 +34,17 @@ def assemble(table: ModelTable, config: FsdpConfig, runtime: Runtime) -> Any:
     return model
 
 
+def skeleton_options(table: ModelTable, config: FsdpConfig) -> ModelOptions:
+    """Of a model without values: names, shapes and what is trained."""
+    lora = config.lora
+    return ModelOptions(
+        device=torch.device("meta"),
+        dtype=getattr(torch, table.dtype),
+        lora=None if lora is None else Lora(lora.rank, lora.alpha, lora.targets),
+        deferred=True,
+    )
+
+
 def options(table: ModelTable, config: FsdpConfig, runtime: Runtime) -> ModelOptions:
     kernels = Kernels() if config.kernels == "auto" else Kernels(**config.kernels.model_dump())
     lora = config.lora

@@ -65,8 +65,11 @@ class Learner:
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
         """What is trained, and saved: all of the model, tied parameters once, or its adapters. Named as in
         transformers."""
-        named = self.model.named_parameters()
-        return [(name.removeprefix("hf."), parameter) for name, parameter in named if parameter.requires_grad]
+        return list(trained_parameters(self.model))
+
+    def buffers(self) -> list[tuple[str, Tensor]]:
+        """The persistent ones, which are saved too."""
+        return list(persistent_buffers(self.model))
 
     def disk_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """What is published and exported. Collective: every rank has to go through all of it."""
@@ -182,6 +185,19 @@ class Learner:
 
 def _unmarked(part: str) -> None:
     """Nobody measures."""
+
+
+def trained_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            yield name.removeprefix("hf."), parameter
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                yield name.removeprefix("hf."), buffer
 
 
 def disk_tensors(model: Any, dtype: str, gather: Gather) -> Iterator[tuple[str, Tensor]]:

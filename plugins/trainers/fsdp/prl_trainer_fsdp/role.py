@@ -37,7 +37,7 @@ class FsdpPlugin:
         from prl_trainer_fsdp.export import export
 
         table = ModelTable.model_validate(json.loads(run_dir.config.read_bytes())["model"])
-        export(run_dir, step, table, out)
+        export(run_dir, step, table, self.config, out)
 
     def bench(self, config: BenchConfig, request: Path) -> tuple[str, ...]:
         """argv of `prl_trainer_fsdp.bench`, in as many ranks as a run would have."""

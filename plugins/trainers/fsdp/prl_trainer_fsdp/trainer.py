@@ -16,7 +16,7 @@ from prl.errors import RunFailed
 from prl.messages import TrainBatch, TrainReport, TrainUpdate, WeightsRef
 from prl.protocols import ChannelSender, Probe
 from prl.rows import PackedRow, assemble
-from prl_trainer_fsdp import checkpoint
+from prl_trainer_fsdp.checkpoint import Saver, load
 from prl_trainer_fsdp.config import FsdpConfig
 from prl_trainer_fsdp.learner import Learner, Update
 from prl_trainer_fsdp.parallel import Runtime, share_bytes, share_in_row, start
@@ -28,7 +28,7 @@ TOLERANCES = {"float32": 1e-3, "bfloat16": 0.15}
 
 
 class Trainer:
-    """One rank. Every method but `release` is collective: all ranks call it in the same order.
+    """One rank. Every method but `release` and `checkpoint` is collective: all ranks call it in the same order.
 
     `weights` is the directory of the channel's sender. `version` is the policy version that this trainer holds;
     `incarnation` is the run's, given by the controller.
@@ -41,6 +41,9 @@ class Trainer:
         self.learner = Learner(config.model, own, config.loss.build(), self.runtime)
         self.version = 0
         self.incarnation = 0
+        self._saver = Saver(self.learner)
+        self._snapshot = -1
+        self._blocked = 0.0
         self._sender: ChannelSender | None = None
         if self.runtime.is_leader:
             self._sender = config.channel.build().sender(weights)
@@ -62,6 +65,8 @@ class Trainer:
         sent = self._shared(batch.updates)
         updates = [Update([assemble(row) for row in update.rows], update.denominators) for update in sent]
         metrics = self.learner.train(updates, batch.version)
+        if self._blocked:  # since the step before
+            metrics["time/checkpoint"], self._blocked = self._blocked, 0.0
         self.version += 1
         rows = [row for update in updates for row in update.rows]
         self._probes = _recent_probes(rows, self.config.mismatch.probes) or self._probes
@@ -101,15 +106,24 @@ class Trainer:
         if self._sender is not None:
             self._sender.release(versions)
 
-    def checkpoint(self, step: int, path: Path) -> dict[str, str]:
-        """Save into `path`; file name to sha256 on the leader, nothing on other ranks.
-
-        Raises:
-            StoreError: the disk is full, or refuses.
-        """
+    def snapshot(self, step: int) -> None:
+        """Copy everything that continuing after this step needs; training may go on while `checkpoint` writes it."""
         faults.point("trainer.checkpoint")
         facts = {"step": step, "version": self.version, "incarnation": self.incarnation, "probes": self._probes}
-        return checkpoint.save(self.learner, facts, path)
+        self._blocked += self._saver.take(facts)
+        self._snapshot = step
+
+    def checkpoint(self, step: int, path: Path) -> dict[str, str]:
+        """Write the snapshot of this step into `path`, in any thread; name to sha256 of this rank's files.
+
+        Raises:
+            StoreError: the disk is full, or refuses. RunFailed: the last snapshot is not of this step.
+        """
+        if step != self._snapshot:
+            raise RunFailed(
+                f"the checkpoint of step {step} cannot be written: the last snapshot is of {self._snapshot}"
+            )
+        return self._saver.write(path)
 
     def load_checkpoint(self, path: Path) -> None:
         """Continue from a checkpoint, exactly as if the run had not stopped.
@@ -117,7 +131,7 @@ class Trainer:
         Raises:
             StoreError: a file is missing, truncated or altered, or belongs to another model.
         """
-        facts = checkpoint.load(self.learner, path)
+        facts = load(self.learner, path)
         self.version = int(facts["version"])
         self._probes = [[int(token) for token in probe] for probe in facts["probes"]]
 

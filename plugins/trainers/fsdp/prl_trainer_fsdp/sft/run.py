@@ -32,10 +32,10 @@ from prl.process import start_logging
 from prl.rundir import RunDir
 from prl.store import Checkpoints, StoreWriter, rewind
 from prl_models.hf.export import export_hf
-from prl_trainer_fsdp import checkpoint
+from prl_trainer_fsdp.checkpoint import Saver, load
 from prl_trainer_fsdp.config import FsdpConfig
 from prl_trainer_fsdp.learner import Learner
-from prl_trainer_fsdp.parallel import max_over_ranks, share_in_row, start
+from prl_trainer_fsdp.parallel import max_over_ranks, share_bytes, share_in_row, start
 from prl_trainer_fsdp.sft.feed import Feed
 from prl_trainer_fsdp.sft.steps import Part
 
@@ -76,6 +76,7 @@ class SftRun:
         self._event("data", renderer=self._feed.renderer, rows=self._feed.sizes, steps=self._feed.steps)
         try:
             self.learner = Learner(self.config.model, own, self.config.loss.build(), self.runtime)
+            self._saver = Saver(self.learner)
             if resumed is not None:
                 self._resume(resumed.part("trainer"), resumed.step, warnings)
         except BaseException:
@@ -83,6 +84,7 @@ class SftRun:
             raise
         self._started = self._told = time.time()
         self._saved = self.learner.steps if resumed else -1
+        self._blocked = 0.0
         self._last: dict[str, float] = {}
         self._stop = False
 
@@ -98,12 +100,14 @@ class SftRun:
         while self.learner.steps < self._feed.steps:
             if self._asked_to_stop():
                 self._save()
+                self._complete()
                 raise Preempted(
                     f"stopped after step {self.learner.steps} of {self._feed.steps}: resuming continues there"
                 )
             self._one_step(self.learner.steps + 1)
         if self.config.checkpoint.at_end:
             self._save()
+        self._complete()
         self._write_model()
 
     def stop(self, *_: object) -> None:
@@ -141,7 +145,11 @@ class SftRun:
         values |= self._data_metrics(step, part)
         if self._feed.has_eval and (step == self._feed.steps or (data.eval_every and step % data.eval_every == 0)):
             values |= self._evaluate()
+        if self._blocked:  # since the step before
+            values["time/checkpoint"], self._blocked = self._blocked, 0.0
         self._report(step, values)
+        if self._saver.pending and self._saver.written():
+            self._complete()
         every = self.config.checkpoint.every
         if every and step % every == 0 and step < self._feed.steps:
             self._save()
@@ -194,17 +202,27 @@ class SftRun:
         return bool(max_over_ranks(flag, self.runtime)[0])
 
     def _save(self) -> None:
+        """Take a snapshot; it is written while training goes on. The next waits for it."""
         step = self.learner.steps
         if self._saved == step:
             return
+        self._complete()
         faults.point("trainer.checkpoint")
-        path = self._checkpoints.begin(step) if self.runtime.is_leader else self.run_dir.checkpoint(step)
-        files = checkpoint.save(self.learner, self._facts(step), path / "trainer")
-        if self.runtime.is_leader:
-            self._checkpoints.commit(step, {"trainer": files}, {"incarnation": 0})
-            self._checkpoints.prune(self.config.checkpoint.keep)
+        draft = str(self._checkpoints.begin(step)).encode() if self.runtime.is_leader else b""
+        path = Path(share_bytes(draft, self.runtime).decode())
+        self._blocked += self._saver.begin(self._facts(step), path / "trainer")
         self._saved = step
-        self._event("checkpoint_saved", step=step)
+
+    def _complete(self) -> None:
+        """Wait for the files of a checkpoint that is being written, and write its manifest."""
+        if not self._saver.pending:
+            return
+        files = self._saver.wait()
+        if self.writer is not None:
+            self.writer.flush()  # a resumed run repeats nothing before the checkpoint
+            self._checkpoints.commit(self._saved, {"trainer": files}, {"incarnation": 0})
+            self._checkpoints.prune(self.config.checkpoint.keep)
+        self._event("checkpoint_saved", step=self._saved)
 
     def _facts(self, step: int) -> dict[str, Any]:
         """A step's number is the position in the data; the rest is to tell what happened before."""
@@ -216,7 +234,7 @@ class SftRun:
         }
 
     def _resume(self, path: Path, step: int, warnings: list[str]) -> None:
-        facts = checkpoint.load(self.learner, path)
+        facts = load(self.learner, path)
         self._left_out = Counter(facts.get("left_out", {}))
         self._first_eval = facts.get("eval_loss_first")
         if facts.get("rows", self._feed.sizes) != self._feed.sizes:
