@@ -77,6 +77,29 @@ def test_the_reference_kernel(queries: list[int], keys: list[int], causal: bool,
         assert_parity(reference.nan_to_num(0.0), value, 1e-12, name)
 
 
+def test_the_block_mask_of_flex(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its forward runs on a CPU, not compiled; the rest needs a GPU."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    from prl_models.kernels import flex
+
+    monkeypatch.setattr(flex, "_compiled", lambda: flex_attention)
+    torch.manual_seed(0)
+    kernel = flex.Flex()
+    for queries, keys, causal, window in (
+        ([3, 1, 7], [3, 1, 7], True, None),
+        ([3, 1, 7], [3, 1, 7], True, 2),
+        ([3, 2], [5, 9], True, None),
+        ([3, 2], [5, 9], False, None),
+        ([6], [9], True, 4),
+    ):
+        where = spans(queries, keys)
+        q, k, v = (torch.randn(sum(n), heads, 16) for n, heads in ((queries, 4), (keys, 2), (keys, 2)))
+        expected, found = (one.forward(q, k, v, where, 0.3, causal, window) for one in (Padded(), kernel))
+        for what, reference, value in zip(("out", "lse"), expected, found, strict=True):
+            assert_parity(reference, value, 1e-6, what)
+
+
 class Counting(Padded):
     def __init__(self) -> None:
         self.forwards = 0

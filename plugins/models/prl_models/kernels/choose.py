@@ -139,7 +139,8 @@ def _attention(asked: AttentionName, need: _Need) -> tuple[AttentionKernel, str]
             return candidate.make(), f"{candidate.label}, the fastest that is installed and fits"
         except ImportError:
             continue
-    return Padded(), f"batches of padded documents by torch, because no kernel does {need.dtype}"
+    what = f"{need.dtype}, heads of {need.head_dim}" + (" and sliding windows" if need.windows else "")
+    return Padded(), f"batches of padded documents by torch, because no kernel that is installed does {what}"
 
 
 def _operations(asked: OperationsName, device: torch.device) -> tuple[Ops, str]:

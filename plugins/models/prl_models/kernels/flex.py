@@ -54,12 +54,15 @@ class Flex:
     def _run(
         self, q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float, causal: bool, window: int | None
     ) -> tuple[Tensor, Tensor]:
+        from torch.nn.attention.flex_attention import AuxRequest
+
         mask = self._mask(spans, len(q), len(k), causal, window)
         batches = [x.transpose(0, 1)[None] for x in (q, k, v)]
-        out, lse = _compiled()(
-            *batches, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1], return_lse=True
+        grouped = q.shape[1] != k.shape[1]
+        out, beside = _compiled()(
+            *batches, block_mask=mask, scale=scale, enable_gqa=grouped, return_aux=AuxRequest(lse=True)
         )
-        return out[0].transpose(0, 1), lse[0].t()
+        return out[0].transpose(0, 1), beside.lse[0].t()
 
     def _mask(self, spans: Spans, queries: int, keys: int, causal: bool, window: int | None) -> Any:
         """The row's block mask, made once for all layers."""

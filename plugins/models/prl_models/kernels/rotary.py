@@ -110,7 +110,7 @@ def _forward(
             k.stride(0),
             k.stride(1),
             eps,
-            **_constants(q, k, q_weight, k_weight, cos),
+            **constants(q, k, q_weight is not None, k_weight is not None, cos),
         )
     return q_out, k_out
 
@@ -150,7 +150,7 @@ def _backward(
             *(stride for x in (grad_q, grad_k, copied, q, k, of_q, of_k, into) for stride in x.stride()[:2]),
             eps,
             COPY=grad_v is not None,
-            **_constants(q, k, q_weight, k_weight, cos),
+            **constants(q, k, q_weight is not None, k_weight is not None, cos),
         )
     total = sums.sum(1) if q_weight is not None or k_weight is not None else sums
     return (
@@ -159,10 +159,9 @@ def _backward(
     )
 
 
-def _constants(
-    q: Tensor, k: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor
-) -> dict[str, int | bool]:
-    """A head is two halves that are rotated with one another, and a rest; without rotation just two halves."""
+def constants(q: Tensor, k: Tensor, q_norm: bool, k_norm: bool, cos: Tensor) -> dict[str, int | bool]:
+    """What the kernels are compiled for. A head is two halves that are rotated with one another, and a rest; without
+    rotation just two halves."""
     dim = q.shape[-1]
     rotated = cos.shape[-1] > 0
     half = cos.shape[-1] if rotated else dim // 2
@@ -178,8 +177,8 @@ def _constants(
         "HALF_BLOCK": power_of_two(half),
         "REST_BLOCK": power_of_two(dim - 2 * half),
         "DIM_BLOCK": power_of_two(dim),
-        "Q_NORM": q_weight is not None,
-        "K_NORM": k_weight is not None,
+        "Q_NORM": q_norm,
+        "K_NORM": k_norm,
         "ROTATE": rotated,
         "num_warps": 2 if heads * dim <= 1024 else 4,
     }
