@@ -24,6 +24,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 from prl.contribution import PluginConfig
 from prl.errors import ConfigError, EnvironmentNotFit
 from prl_models.batch import PackedBatch
+from prl_models.blocks.attention import Padded
 from prl_models.blocks.context import ContextParallel, attend
 from prl_models.blocks.head import logprobs_and_entropy
 from prl_models.blocks.kernel import AttentionKernel
@@ -183,7 +184,7 @@ def skeleton(path: str, options: ModelOptions) -> HfModel:
     except (OSError, ValueError) as error:
         raise ConfigError([f"model.path = {path!r}: config.json describes no model: {error}"]) from error
     model._weight_conversions = get_model_conversion_mapping(model, add_legacy=False)
-    packed = HfModel(model.eval(), options)
+    packed = HfModel(model.eval(), Padded(), options.context)
     if options.lora is not None:
         add_adapters(packed.hf, packed.blocks, options.lora, options.dtype)
     return packed
