@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -20,22 +17,11 @@ from prl_trainer_fsdp.bench_data import denominators, synthetic_rows
 from prl_trainer_fsdp.bench_parts import Clock
 from prl_trainer_fsdp.config import FsdpConfig
 
+from .benchmarks import loaded
 from .helpers import CPU
 
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-
-
-def loaded(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
 driver = loaded("trainer_peer")
-worker = loaded("trainer_peer_worker")  # registers its operations: once
+worker = loaded("trainer_peer_worker")
 
 
 def asked(*argv: str) -> Any:
