@@ -156,6 +156,8 @@ def test_rules_across_tables(write: Write) -> None:
     run = write(GOOD)
     assert "compares at least 2" in problems([run], ["loop.group_size=1"])[0]
     assert "trainer.processes" in problems([run], ["trainer.processes=9", "loop.groups_per_step=1"])[0]
+    assert "trainer.processes" in problems([run], ["trainer.processes=20", "trainer.updates_per_batch=32"])[0]
+    assert "trainer.updates_per_batch" in problems([run], ["trainer.updates_per_batch=33"])[0]
     assert "there is no folder" in problems([run], ["model.path=./nowhere"])[0]
     Path("empty").mkdir()
     assert "holds no config.json" in problems([run], ["model.path=empty"])[0]

@@ -42,6 +42,8 @@ class World:
             straggler=r.choice(["wait", "wait", "drop"]),
             max_concurrency=r.choice([0, 0, 1, 5]),
         )
+        trainer = self.config.trainer.model_copy(update={"updates_per_batch": 1 + self.seed % 3})
+        self.config = self.config.model_copy(update={"trainer": trainer})
 
     def seconds(self, request: EpisodeRequest) -> float:
         long = 30 if self.heavy and self.random.random() < 0.05 else 1
@@ -55,7 +57,8 @@ class World:
     def start(self) -> tuple[Loop, LoopState, FakeTrainer]:
         """A new process, continuing from the newest snapshot if there is one."""
         fleet = FakeFleet(lambda: self.random.expovariate(1 / self.speed["install"]))
-        trainer = FakeTrainer(lambda: self.random.expovariate(1 / self.speed["trainer"]))
+        seconds = lambda: self.random.expovariate(1 / self.speed["trainer"])  # noqa: E731
+        trainer = FakeTrainer(seconds, dp_size=1 + self.seed % 2)
         runner = FakeRunner(fleet, seconds=self.seconds, fails=self.fails, num_tasks=50)
         state = fake_state(self.config, runner=runner, trainer=trainer, fleet=fleet)
         step = max(self.saved, default=0)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prl.errors import ConfigError
-from prl.packing import Cost, first_fit_decreasing, pack
+from prl.packing import DEFAULT_COST, Cost, cost_of, first_fit_decreasing, model_cost, pack
 
 ROW = 16384
 LENGTHS = st.lists(st.integers(1, 60), max_size=60)
@@ -129,3 +131,44 @@ def test_the_rank_with_the_least_work_so_far_gets_the_most_expensive_row() -> No
     """Four rows of one sample each on two ranks: 8 + 4 and 7 + 5, not 8 + 5 and 7 + 4."""
     ranks = pack([8, 7, 5, 4], 8, 2)
     assert [sorted(index for row in rows for index in row) for rows in ranks] == [[0, 3], [1, 2]]
+
+
+QWEN3_06B = {
+    "hidden_size": 1024,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 3072,
+    "vocab_size": 151936,
+}
+
+
+def test_cost_is_that_of_the_models_numbers(tmp_path: Path) -> None:
+    """Qwen3-0.6B has 596,049,920 parameters, 65,536 of them in norms; its head is its embedding."""
+    cost = cost_of(QWEN3_06B)
+    assert cost.linear == 6 * (596_049_920 - 65_536)
+    assert cost.quadratic == 6 * 28 * 16 * 128
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_06B))
+    assert model_cost(str(tmp_path)) == cost
+    assert model_cost("some/name") == model_cost(str(tmp_path / "none")) == DEFAULT_COST
+    (tmp_path / "config.json").write_text("[1, 2]")
+    assert model_cost(str(tmp_path)) == DEFAULT_COST == cost_of({"hidden_size": "?", "num_hidden_layers": 2})
+
+
+def test_cost_knows_experts_windows_and_nested_configs() -> None:
+    experts = {"num_experts_per_tok": 8, "moe_intermediate_size": 384, "num_experts": 128}
+    assert cost_of({**QWEN3_06B, **experts}) == cost_of(QWEN3_06B)  # 8 x 384 = 3072 of a token's path
+    kinds = ["sliding_attention"] * 21 + ["full_attention"] * 7
+    windowed = cost_of({**QWEN3_06B, "layer_types": kinds})
+    assert windowed.linear == cost_of(QWEN3_06B).linear and windowed.quadratic == cost_of(QWEN3_06B).quadratic / 4
+    assert cost_of({"model_type": "vlm", "text_config": QWEN3_06B}) == cost_of(QWEN3_06B)
+
+
+def test_ranks_are_balanced_by_the_cost_given() -> None:
+    """Two long documents and short ones of as many tokens: where only attention counts, each rank has a long one, and
+    where only weights do, equal tokens are enough."""
+    lengths = np.array([4096] * 2 + [64] * 128)
+    for cost in (Cost(1.0, 0.0), Cost(0.0, 1.0)):
+        loads = [sum(cost(lengths[row]).sum() for row in rows) for rows in pack(lengths.tolist(), 4096, 2, cost)]
+        assert max(loads) <= 1.05 * min(loads), (cost, loads)

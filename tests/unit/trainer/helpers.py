@@ -53,10 +53,10 @@ def save_model(folder: Path, *, tied: bool = True, seed: int = 0) -> Path:
     return folder
 
 
-def run_config(model: Path, *, impl: str = "auto", **trainer: Any) -> RunConfig:
+def run_config(model: Path, *, impl: str = "auto", seed: int = 0, **trainer: Any) -> RunConfig:
     own = {"use": "fsdp", "threads": 1, "device": "cpu", "lr": 1e-2, "row_tokens": 64, **trainer}
     table = {"path": str(model), "impl": impl}
-    return RunConfig.model_validate({"model": table, "envs": [{"use": "none"}], "trainer": own})
+    return RunConfig.model_validate({"model": table, "envs": [{"use": "none"}], "trainer": own, "seed": seed})
 
 
 def sample(rng: np.random.Generator, prompt: np.ndarray, answer: int, version: int, advantage: float) -> TrainSample:

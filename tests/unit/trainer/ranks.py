@@ -14,16 +14,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
+from prl.errors import ConfigError, EnvironmentNotFit
 from prl.messages import TrainBatch
 from prl.rows import assemble
 from prl_trainer_fsdp import mesh
-from prl_trainer_fsdp.parallel import Runtime, gather, start
+from prl_trainer_fsdp.layout import Layout
+from prl_trainer_fsdp.parallel import Runtime, _check_agreement, gather, start
 from prl_trainer_fsdp.trainer import Trainer
 from tests.unit.trainer.helpers import batches, run_config, samples
 
@@ -73,8 +76,24 @@ def main(model: Path, out: Path, names: list[str]) -> None:
         if first.is_leader:
             folder.mkdir()
         train(laid_out(first, name), model, name, folder, resume=index == 0)
+    check_refusals(model, first)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def check_refusals(model: Path, first: Runtime) -> None:
+    """What ranks find out about one another before they train, and about the groups that they made."""
+    config = run_config(model, processes=first.world, seed=int(first.rank == 1))
+    with pytest.raises(
+        ConfigError, match=f"of {first.world} ranks, 1 were started with another configuration than rank 0"
+    ):
+        _check_agreement(config, first.world, first.device)
+    layout = Layout(1, first.world, 1, 2)
+    meshes = mesh.make(layout, first.rank, "cpu", "ulysses")
+    assert meshes.experts is not None and meshes.experts.mesh_dim_names == ("dp_replicate", "ep_shard", "ep")
+    assert list(meshes.experts.get_coordinate() or ()) == [0, first.rank // 2, first.rank % 2]
+    with pytest.raises(EnvironmentNotFit, match=f"rank {first.rank}: the group 'shard' is"):
+        mesh._check(meshes, dataclasses.replace(layout, dp_shard=2 * first.world), first.rank)
 
 
 def configured(model: Path, name: str, world: int) -> Any:

@@ -117,6 +117,28 @@ def test_rows_without_samples_are_skipped(trainer: Trainer) -> None:
     assert trainer.train(batch).metrics["train/tokens"] == sum(s.header.num_tokens for s in samples_of([batch]))
 
 
+def test_updates_of_a_batch_are_optimiser_steps(model: Path, tmp_path: Path) -> None:
+    """One version, two optimiser steps: as two batches would have been, but that the second is drift throughout."""
+    config = run_config(model, schedule="linear", decay_steps=10)
+    first, second = samples(3), samples(4)
+    together, apart = (Trainer(config, tmp_path / name, CPU) for name in ("together", "apart"))
+    (batch,), (more,) = batches(first, 1), batches(second, 1)
+    batch.updates += more.updates
+    report = together.train(batch)
+    assert (report.version, together.version, together.learner.steps) == (1, 1, 2)
+    one = apart.train(batches(first, 1)[0]).metrics
+    two = apart.train(batches(second, 2)[0]).metrics
+    assert_same_bits(state(together), state(apart))
+    found = report.metrics
+    for name in ("train/loss", "train/grad_norm"):
+        assert found[name] == pytest.approx((one[name] + two[name]) / 2), name
+    assert found["train/lr"] == two["train/lr"] < one["train/lr"]
+    assert found["train/tokens"] == one["train/tokens"] + two["train/tokens"]
+    assert found["mismatch/tokens"] == one["mismatch/tokens"] and found["mismatch/kl"] == one["mismatch/kl"]
+    assert found["drift/tokens"] == two["drift/tokens"] == sum(s.header.num_sampled for s in second)
+    assert found["staleness/token_max"] == 0
+
+
 def test_a_batch_for_another_version_is_refused(trainer: Trainer) -> None:
     with pytest.raises(RunFailed, match="version 4 of incarnation 0.*holds version 0"):
         trainer.train(batches(samples(0), 5)[0])

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from prl.config.schema import ModelTable
+from prl.errors import ConfigError
 from prl_models.blocks.lora import Lora
 from prl_models.options import Kernels, ModelOptions
 from prl_models.provider import load_model
@@ -27,6 +28,10 @@ def assemble(table: ModelTable, config: FsdpConfig, runtime: Runtime) -> Any:
     Raises:
         ConfigError, EnvironmentNotFit: the model cannot be loaded, or not with this configuration.
     """
+    if runtime.layout.ep > 1:
+        raise ConfigError(
+            [f"trainer.ep = {runtime.layout.ep}, but no model divides its experts among ranks: use ep = 1"]
+        )
     model: Any = load_model(table.path, table.impl, options(table, config, runtime))
     treat_blocks(model.blocks, config, runtime.device)
     shard(model, runtime, table.dtype)
