@@ -16,6 +16,7 @@ from prl.errors import Preempted
 from prl.planning import build_plan
 from prl_trainer_fsdp.sft.run import SftRun, main
 
+from .helpers import run_ranks
 from .sft_helpers import TEMPLATE, conversations, events, metrics, save_all, turns, write_config, write_jsonl
 
 WEIGHTS = "model/model.safetensors"
@@ -66,17 +67,37 @@ def test_evaluating_changes_nothing(folder: Path, tmp_path: Path) -> None:
     assert (often.path / WEIGHTS).read_bytes() == (never.path / WEIGHTS).read_bytes()
 
 
-@pytest.mark.parametrize(("after", "workers"), [(1, 0), (2, 0), (3, 1)])
-def test_stopping_and_resuming_changes_nothing(folder: Path, tmp_path: Path, after: int, workers: int) -> None:
+@pytest.mark.parametrize(
+    ("after", "workers", "trainer"),
+    [(1, 0, {}), (2, 0, {"optimizer": "muon"}), (3, 1, {}), (4, 0, {"lora": {"rank": 2}})],
+)
+def test_stopping_and_resuming_changes_nothing(
+    folder: Path, tmp_path: Path, after: int, workers: int, trainer: dict[str, Any]
+) -> None:
     """Of seven rows a step takes four: step 2 goes across the bound of an epoch, and so does what follows step 3."""
-    whole = write_config(folder, tmp_path / "whole")
+    whole = write_config(folder, tmp_path / "whole", trainer=trainer)
     assert main(str(whole.path)) == 0
-    parts = write_config(folder, tmp_path / "parts", workers=workers, eval_at_start=False)
+    parts = write_config(folder, tmp_path / "parts", trainer=trainer, workers=workers, eval_at_start=False)
     stop_after(SftRun(parts), after)
     assert main(str(parts.path)) == 0
     assert metrics(parts) == metrics(whole)[1:]
     assert (parts.path / WEIGHTS).read_bytes() == (whole.path / WEIGHTS).read_bytes()
     assert [event["step"] for event in events(parts, "resumed")] == [after]
+
+
+def test_several_ranks_train_the_same_and_take_over_what_one_began(folder: Path, tmp_path: Path) -> None:
+    """Two shards, two ranks that share rows, and two shards that go on from the third step of one process."""
+    alone, begun = write_config(folder, tmp_path / "alone"), write_config(folder, tmp_path / "shard-begun")
+    assert main(str(alone.path)) == 0
+    stop_after(SftRun(begun), 3)
+    runs = [write_config(folder, tmp_path / name) for name in ("shard", "ulysses")]
+    run_ranks(Path(__file__).with_name("sft_ranks.py"), 2, *(str(run.path) for run in (*runs, begun)))
+    assert [event["step"] for event in events(begun, "resumed")] == [3]
+    for run in runs:
+        for found, expected in zip(metrics(run), metrics(alone), strict=True):
+            assert found == pytest.approx(expected, rel=2e-5), (run.name, expected["step"])
+    for found, expected in zip(metrics(begun)[3:], metrics(alone)[4:], strict=True):
+        assert found == pytest.approx(expected, rel=2e-5), ("begun", expected["step"])
 
 
 def test_epochs_end_with_the_rows_that_are_left(folder: Path, tmp_path: Path) -> None:
