@@ -35,14 +35,17 @@ def test_values_and_gradients_of_both_outputs(chunk: int) -> None:
         assert_parity(reference, value, 1e-10, name)
 
 
-def test_bfloat16_inputs_give_float32_outputs() -> None:
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32])
+def test_bfloat16_inputs_give_float32_outputs(kind: torch.dtype) -> None:
+    """A float32 weight is cast for the product, and its gradient is float32."""
     torch.manual_seed(0)
     hidden = torch.randn(8, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
-    weight = torch.randn(VOCAB, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(VOCAB, HIDDEN).to(torch.bfloat16).to(kind).requires_grad_()
     logprobs, entropy = logprobs_and_entropy(hidden, weight, torch.arange(8), torch.ones(8), 3)
     assert logprobs.dtype == entropy.dtype == torch.float32
     (logprobs.sum() + entropy.sum()).backward()
     assert hidden.grad is not None and hidden.grad.dtype == torch.bfloat16
+    assert weight.grad is not None and weight.grad.dtype == kind
 
 
 @pytest.mark.parametrize("head", [_ChunkedHead, _FusedHead])
@@ -57,6 +60,20 @@ def test_a_rank_without_targets_has_a_gradient_of_zeros(head: type[torch.autogra
     (logprobs.sum() + entropy.sum()).backward()
     for tensor in (hidden, weight):
         assert tensor.grad is not None and not tensor.grad.any()
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_one_output_alone_has_its_gradient(used: int) -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(TOKENS, HIDDEN, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(VOCAB, HIDDEN, dtype=torch.float64, requires_grad=True)
+    arguments = (hidden, weight, torch.randint(0, VOCAB, (TOKENS,)), torch.ones(TOKENS))
+    expected = torch.autograd.grad(
+        sum(x.sum() * (i == used) for i, x in enumerate(logprobs_and_entropy(*arguments, 8))), (hidden, weight)
+    )
+    found = torch.autograd.grad(logprobs_and_entropy(*arguments, 8)[used].sum(), (hidden, weight))
+    for name, reference, value in zip(("hidden", "weight"), expected, found, strict=True):
+        assert_parity(reference, value, 1e-12, name)
 
 
 PROGRAM = """

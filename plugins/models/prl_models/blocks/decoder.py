@@ -150,7 +150,8 @@ class Decoder(nn.Module):
     def forward(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         hidden = self.hidden_states(batch).index_select(0, batch.parents)
         head = self.model.embed_tokens if self.spec.tied else self.lm_head
-        logprobs, entropy = logprobs_and_entropy(hidden, head.weight, batch.labels, batch.temperatures)
+        fused = self.compute.ops.name != "torch"
+        logprobs, entropy = logprobs_and_entropy(hidden, head.weight, batch.labels, batch.temperatures, fused=fused)
         if batch.predictions is None:
             return logprobs, entropy
         return logprobs.index_select(0, batch.predictions), entropy.index_select(0, batch.predictions)

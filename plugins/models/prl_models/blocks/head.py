@@ -28,7 +28,7 @@ KEPT_BYTES = 6 << 30
 
 
 def logprobs_and_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor, chunk: int = 0
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor, chunk: int = 0, *, fused: bool = True
 ) -> tuple[Tensor, Tensor]:
     """log p(target) and the entropy of p, p = softmax(hidden weight^T / temperature).
 
@@ -36,11 +36,12 @@ def logprobs_and_entropy(
         hidden: [N, H]. weight: [V, H], cast where its precision is another. targets: i64[N].
         temperatures: f32[N], all above 0.
         chunk: tokens whose logits exist at once; 0 chooses by the vocabulary and the device.
+        fused: on CUDA, use Triton's kernels where Triton is installed.
 
     Returns:
         Log-probabilities and entropies in nats, [N] each, both differentiable, float32 (float64 for float64 inputs).
     """
-    if hidden.is_cuda and hidden.dtype != torch.float64 and find_spec("triton") is not None:
+    if fused and hidden.is_cuda and hidden.dtype != torch.float64 and find_spec("triton") is not None:
         logprobs, entropy = _FusedHead.apply(hidden, weight, targets, temperatures, chunk)
         return logprobs, entropy
     if chunk <= 0:
@@ -52,6 +53,7 @@ def logprobs_and_entropy(
 class _ChunkedHead(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperatures, chunk):  # type: ignore[no-untyped-def]
+        ctx.weight_kind, weight = weight.dtype, weight.to(hidden.dtype)
         count = hidden.shape[0]
         kind = torch.promote_types(hidden.dtype, torch.float32)
         temperatures = temperatures.to(kind)[:, None]
@@ -104,7 +106,7 @@ class _ChunkedHead(torch.autograd.Function):
                 grad_weight.addmm_(grad.t(), hidden[part])
             else:
                 grad_weight += grad.t() @ hidden[part]
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
+        return grad_hidden, None if grad_weight is None else grad_weight.to(ctx.weight_kind), None, None, None
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperatures: Tensor) -> Tensor:
