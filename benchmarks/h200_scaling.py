@@ -195,11 +195,13 @@ def bench(layout: str, world: int, options: argparse.Namespace, place: Path) -> 
 
 
 def run(command: list[str], options: argparse.Namespace) -> None:
-    """Raises: SystemExit: it failed, or no time is left."""
-    left = options.ends - time.monotonic()
+    """Raises: SystemExit: it failed, or no time is left. Ranks are ended by SIGTERM, which their parent hands on."""
+    process = subprocess.Popen(command)
     try:
-        code = subprocess.run(command, timeout=max(1.0, left), check=False).returncode
+        code = process.wait(max(1.0, options.ends - time.monotonic()))
     except subprocess.TimeoutExpired:
+        process.terminate()
+        process.wait(60)
         sys.exit(f"no time left for {' '.join(command[1:])}")
     if code:
         sys.exit(f"exit code {code}: {' '.join(command[1:])}")

@@ -119,3 +119,18 @@ def test_both_are_measured_and_recorded(tmp_path: Path, capfd: pytest.CaptureFix
     assert all(prl[key] == peer[key] for key in same)
     assert driver.main([*options, "--seconds", "0", "--out", str(out)]) == 1
     assert "SKIPPED" in capfd.readouterr().out and len(json.loads(out.read_text())) == 2
+
+
+@pytest.mark.gpu
+def test_flash_attention_4_computes_what_the_definition_says() -> None:
+    pytest.importorskip("flash_attn.cute")
+    torch.manual_seed(0)
+    cuda = torch.device("cuda")
+    shape = {"dtype": torch.bfloat16, "device": cuda, "requires_grad": True}
+    q, k, v = (torch.randn(700, heads, 128, **shape) for heads in (4, 2, 2))
+    bounds, grad = torch.tensor([0, 200, 700], dtype=torch.int32, device=cuda), torch.randn_like(q)
+    out, _ = worker.attend(q, k, v, bounds, 500, 128**-0.5)
+    expected = worker._each_document(q, k, v, bounds, 128**-0.5)
+    assert relative_error(expected, out) < 2e-2
+    pairs = zip(torch.autograd.grad(out, (q, k, v), grad), torch.autograd.grad(expected, (q, k, v), grad), strict=True)
+    assert all(relative_error(wanted, got) < 2e-2 for got, wanted in pairs)

@@ -49,3 +49,6 @@ def write_model(
             else:
                 parameter.fill_(1.0 if "norm" in name else 0.0)
     model.save_pretrained(folder)
+    del model
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
