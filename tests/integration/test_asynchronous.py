@@ -77,12 +77,14 @@ def test_evaluation_goes_on_beside_training(resumed: Run) -> None:
     assert {row["status"] for row in stored} == {"eval"}, "evaluation is no part of the ledger"
 
 
-@pytest.mark.xfail(
-    strict=False,
-    reason="known defect: an evaluation that ends after the checkpoint's step was sealed is filed with a later step; "
-    "a resume drops that file and keeps the evaluation's line of metrics",
-)
 def test_every_evaluation_keeps_its_episodes(resumed: Run) -> None:
     evaluated = [row["step"] for row in resumed.metrics() if "eval/score" in row]
     stored = [row for row in open_run(resumed.dir.path).rollouts().to_pylist() if row["kind"] == "eval"]
     assert Counter(row["step"] for row in stored) == dict.fromkeys(evaluated, 8)
+
+
+def test_every_episode_of_the_ledger_is_in_the_files(resumed: Run) -> None:
+    """Also those that were dropped between the last step before the checkpoint and the checkpoint."""
+    rows = open_run(resumed.dir.path).rollouts().to_pylist()
+    for status, counted in (("dropped", "dropped"), ("failed", "failed")):
+        assert sum(row["status"] == status for row in rows) == sum(resumed.summary["rollouts"][counted].values())

@@ -52,8 +52,11 @@ class Controller:
         self.warnings += repair(run_dir)
         for warning in self.warnings:
             log.warning("%s", warning)
-        step = self.resumed.step if self.resumed else -1
-        rewind(run_dir, step, evaluated_again=is_evaluated_on_resume(self.config, step))
+        if self.resumed is None:
+            rewind(run_dir, -1)
+        else:
+            again = is_evaluated_on_resume(self.config, self.resumed.step)
+            rewind(run_dir, self.resumed.step, evaluated_again=again, settled=snapshot.settled(self._own_part()))
         self.store = StoreWriter(
             run_dir,
             queue=self.config.store.queue,
@@ -140,10 +143,14 @@ class Controller:
         """A fresh loop, or one that continues from the last complete checkpoint."""
         if self.resumed is None:
             return Loop(state, self._save)
-        taken = snapshot.restore(state, (self.resumed.part("controller") / snapshot.FILE).read_bytes())
+        taken = snapshot.restore(state, self._own_part())
         self.sink.event("resumed", step=taken.step, incarnation=self.incarnation, warnings=self.warnings)
         log.info("resumed at step %d (incarnation %d)", taken.step, self.incarnation)
         return Loop(state, self._save, eval_first=taken.eval_first, eval_last=taken.eval_last)
+
+    def _own_part(self) -> bytes:
+        assert self.resumed is not None
+        return (self.resumed.part("controller") / snapshot.FILE).read_bytes()
 
     def _gateway_moved(self, state: LoopState, connection: Connection) -> None:
         if connection.role == "gateway":

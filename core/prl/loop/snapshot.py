@@ -7,6 +7,7 @@ run is the uninterrupted one bit for bit.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -87,12 +88,7 @@ def restore(state: LoopState, data: bytes) -> Snapshot:
     Raises:
         StoreError: it is not a snapshot, or a newer prl wrote it.
     """
-    try:
-        snapshot = msgspec.msgpack.decode(data, type=Snapshot)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
-        raise StoreError(f"the controller's part of the checkpoint cannot be read: {error}") from error
-    if snapshot.schema > SCHEMA_VERSION:
-        raise StoreError(f"the checkpoint has schema {snapshot.schema}, this prl knows {SCHEMA_VERSION}: upgrade prl")
+    snapshot = _read(data)
     state.version = state.batches = snapshot.step
     state.next_group = snapshot.next_group
     state.ledger = Ledger.from_counts(snapshot.ledger)
@@ -105,4 +101,25 @@ def restore(state: LoopState, data: bytes) -> Snapshot:
     state.algorithm.load_state(snapshot.algorithm)
     for name, value in snapshot.counters.items():
         setattr(state, name, type(getattr(state, name))(value))
+    return snapshot
+
+
+def settled(data: bytes) -> Callable[[int], bool]:
+    """Which groups had left the loop when the snapshot was taken: they are in its ledger, and not started again.
+
+    Raises:
+        StoreError: as `restore`.
+    """
+    snapshot = _read(data)
+    outstanding = {group.id for group in (*snapshot.ready, *snapshot.in_flight)}
+    return lambda group: 0 <= group < snapshot.next_group and group not in outstanding
+
+
+def _read(data: bytes) -> Snapshot:
+    try:
+        snapshot = msgspec.msgpack.decode(data, type=Snapshot)
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise StoreError(f"the controller's part of the checkpoint cannot be read: {error}") from error
+    if snapshot.schema > SCHEMA_VERSION:
+        raise StoreError(f"the checkpoint has schema {snapshot.schema}, this prl knows {SCHEMA_VERSION}: upgrade prl")
     return snapshot

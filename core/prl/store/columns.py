@@ -201,6 +201,6 @@ def write_parquet(table: pa.Table, path: Path) -> None:
         raise store_error("write", path, error) from error
 
 
-def read_parquet(path: Path) -> pa.Table:
+def read_parquet(path: Path, columns: list[str] | None = None) -> pa.Table:
     """Raises: OSError, pa.ArrowException: it is not readable."""
-    return pq.read_table(path, partitioning=None)
+    return pq.read_table(path, columns=columns, partitioning=None)

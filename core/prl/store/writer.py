@@ -82,7 +82,7 @@ class StoreWriter:
 
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:
         """One line of `metrics.jsonl`: `step`, `time` (Unix seconds) and the values, named like "loss/mean"."""
-        self._put(self._write_line, self._metrics, {"step": step, "time": time.time(), **values})
+        self._put(self._write_metrics, {"step": step, "time": time.time(), **values})
 
     def event(self, kind: str, **data: Any) -> None:
         """One line of `events.jsonl`: `time`, `kind` and whatever tells what happened."""
@@ -215,6 +215,12 @@ class StoreWriter:
         if self.error is None:
             self._guarded(self._flush_rollouts, ())
         announce()
+
+    def _write_metrics(self, line: dict[str, Any]) -> None:
+        """After the rollouts that were handed over before: an evaluation whose means are there has its episodes, too,
+        whenever the process is killed."""
+        self._flush_rollouts()
+        self._write_line(self._metrics, line)
 
     def _write_line(self, file: AppendFile, line: dict[str, Any]) -> None:
         file.append(_json(line) + b"\n")
