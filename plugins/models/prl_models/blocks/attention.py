@@ -105,13 +105,10 @@ class Padded:
         self, q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float, causal: bool, window: int | None
     ) -> tuple[Tensor, Tensor]:
         kind = torch.promote_types(q.dtype, torch.float32)
-        out, lse = q.new_zeros(*q.shape[:2], v.shape[-1]), q.new_full(q.shape[:2], float("-inf"), dtype=kind)
+        out = q.new_zeros(*q.shape[:2], v.shape[2])
+        lse = q.new_full(q.shape[:2], float("-inf"), dtype=kind)
         for queries, keys in spans.pairs:
-            scores = _scores(q[queries], k[keys], scale, causal, window)
-            total = torch.logsumexp(scores, -1, keepdim=True)
-            p = (scores - total.masked_fill(total == float("-inf"), 0.0)).exp()
-            out[queries] = torch.bmm(p, _heads(v[keys], q.shape[1])).transpose(0, 1).to(q.dtype)
-            lse[queries] = total[:, :, 0].t()
+            out[queries], lse[queries] = pair_forward(q[queries], k[keys], v[keys], scale, causal, window)
         return out, lse
 
     def backward(
@@ -128,18 +125,45 @@ class Padded:
         window: int | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         grad_q, grad_k, grad_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        heads, kv_heads = q.shape[1], k.shape[1]
         for queries, keys in spans.pairs:
-            scores = _scores(q[queries], k[keys], scale, causal, window)
-            total = lse[queries].t()[:, :, None].to(scores.dtype)
-            p = (scores - total.masked_fill(total == float("-inf"), 0.0)).exp()
-            grad_out = _heads(grad[queries], heads)
-            delta = (grad_out * _heads(out[queries], heads)).sum(-1, keepdim=True)
-            grad_s = (torch.bmm(grad_out, _heads(v[keys], heads).transpose(1, 2)) - delta) * p * scale
-            grad_q[queries] = torch.bmm(grad_s, _heads(k[keys], heads)).transpose(0, 1).to(q.dtype)
-            grad_k[keys] = _of_keys(torch.bmm(grad_s.transpose(1, 2), _heads(q[queries], heads)), kv_heads).to(k.dtype)
-            grad_v[keys] = _of_keys(torch.bmm(p.transpose(1, 2), grad_out), kv_heads).to(v.dtype)
+            of_queries = (grad[queries], q[queries], k[keys], v[keys], out[queries], lse[queries])
+            grad_q[queries], grad_k[keys], grad_v[keys] = pair_backward(*of_queries, scale, causal, window)
         return grad_q, grad_k, grad_v
+
+
+def pair_forward(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window: int | None
+) -> tuple[Tensor, Tensor]:
+    """`AttentionKernel.forward` of one stretch of queries and one of keys."""
+    scores = _scores(q, k, scale, causal, window)
+    total = torch.logsumexp(scores, -1, keepdim=True)
+    p = (scores - total.masked_fill(total == float("-inf"), 0.0)).exp()
+    return torch.bmm(p, _heads(v, q.shape[1])).transpose(0, 1).to(q.dtype), total[:, :, 0].t()
+
+
+def pair_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    causal: bool,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`AttentionKernel.backward` of one stretch of queries and one of keys."""
+    heads, kv_heads = q.shape[1], k.shape[1]
+    scores = _scores(q, k, scale, causal, window)
+    total = lse.t()[:, :, None].to(scores.dtype)
+    p = (scores - total.masked_fill(total == float("-inf"), 0.0)).exp()
+    grad_out = _heads(grad, heads)
+    delta = (grad_out * _heads(out, heads)).sum(-1, keepdim=True)
+    grad_s = (torch.bmm(grad_out, _heads(v, heads).transpose(1, 2)) - delta) * p * scale
+    grad_q = torch.bmm(grad_s, _heads(k, heads)).transpose(0, 1).to(q.dtype)
+    grad_k = _of_keys(torch.bmm(grad_s.transpose(1, 2), _heads(q, heads)), kv_heads).to(k.dtype)
+    grad_v = _of_keys(torch.bmm(p.transpose(1, 2), grad_out), kv_heads).to(v.dtype)
+    return grad_q, grad_k, grad_v
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, causal: bool, window: int | None) -> Tensor:

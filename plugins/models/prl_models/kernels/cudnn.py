@@ -8,28 +8,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from prl_models.blocks.attention import Padded
+from prl_models.blocks.attention import pair_backward, pair_forward
 from prl_models.blocks.kernel import Spans
 
 
 class Cudnn:
-    """bfloat16 and float16. Stretches of unequal lengths that are causal go to `Padded`: cuDNN aligns their beginnings,
-    not their ends."""
+    """bfloat16 and float16. Single tokens, and causal stretches of unequal lengths, whose beginnings it would align
+    instead of their ends, are written out."""
 
     name = "cudnn"
-
-    def __init__(self) -> None:
-        self._unequal = Padded()
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float, causal: bool, window: int | None
     ) -> tuple[Tensor, Tensor]:
-        pairs = spans.pairs
-        if window is not None or _unequal(pairs, causal):
-            return self._unequal.forward(q, k, v, spans, scale, causal, window)
         out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.full((q.shape[1], q.shape[0]), float("-inf"), device=q.device)
-        for queries, keys in pairs:
+        for queries, keys in spans.pairs:
+            if not _fits(queries, keys, causal, window):
+                some, total = pair_forward(q[queries], k[keys], v[keys], scale, causal, window)
+                out[queries], lse[:, queries] = some, total.t()
+                continue
             found = torch.ops.aten._scaled_dot_product_cudnn_attention(
                 _batch(q[queries]), _batch(k[keys]), _batch(v[keys]), None, True, 0.0, causal, False, scale=scale
             )
@@ -50,18 +48,16 @@ class Cudnn:
         causal: bool,
         window: int | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        pairs = spans.pairs
-        if window is not None or _unequal(pairs, causal):
-            return self._unequal.backward(grad, q, k, v, out, lse, spans, scale, causal, window)
-        gradients = tuple(torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        grad_q, grad_k, grad_v = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of a dropout that there is not
-        for queries, keys in pairs:
+        for queries, keys in spans.pairs:
+            some = (grad[queries], q[queries], k[keys], v[keys], out[queries])
+            if not _fits(queries, keys, causal, window):
+                found = pair_backward(*some, lse[queries], scale, causal, window)
+                grad_q[queries], grad_k[keys], grad_v[keys] = found
+                continue
             found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-                _batch(grad[queries]),
-                _batch(q[queries]),
-                _batch(k[keys]),
-                _batch(v[keys]),
-                _batch(out[queries]),
+                *(_batch(x) for x in some),
                 lse[queries].t().contiguous()[None, :, :, None],
                 seed,
                 seed,
@@ -74,13 +70,13 @@ class Cudnn:
                 causal,
                 scale=scale,
             )
-            for whole, part, where in zip(gradients, found, (queries, keys, keys)):
-                whole[where] = part[0].transpose(0, 1)
-        return gradients[0], gradients[1], gradients[2]
+            grad_q[queries], grad_k[keys], grad_v[keys] = (x[0].transpose(0, 1) for x in found)
+        return grad_q, grad_k, grad_v
 
 
-def _unequal(pairs: list[tuple[slice, slice]], causal: bool) -> bool:
-    return causal and any(q.stop - q.start != k.stop - k.start for q, k in pairs)
+def _fits(queries: slice, keys: slice, causal: bool, window: int | None) -> bool:
+    lengths = queries.stop - queries.start, keys.stop - keys.start
+    return window is None and min(lengths) > 1 and not (causal and lengths[0] != lengths[1])
 
 
 def _batch(x: Tensor) -> Tensor:
