@@ -137,17 +137,27 @@ def test_a_ring_sees_every_pair_of_a_document_once(size: int) -> None:
         document = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
         wanted = np.tril(document[:, None] == document[None, :]).astype(int)
         seen, work = np.zeros_like(wanted), []
-        for rank in range(size):
+        plans = [ring_plan(Packing(bounds, torch.device("cpu")), size, rank) for rank in range(size)]
+        for rank, plan in enumerate(plans):
             mine = zigzag(tokens, size, rank)
-            plan = ring_plan(Packing(bounds, torch.device("cpu")), size, rank)
             for queries, keys in plan.local.pairs:
                 assert queries == keys
                 seen[np.ix_(mine[queries], mine[keys])] += np.tril(np.ones((len(mine[queries]),) * 2, int))
             for step, part in enumerate(plan.steps, 1):
-                theirs = zigzag(tokens, size, (rank - step) % size)
+                owner = (rank - step) % size
                 if part is not None:
-                    seen[np.ix_(mine[part.queries], theirs[part.keys])] += 1
+                    theirs = zigzag(tokens, size, owner)
+                    sent = np.concatenate([theirs[tail] for tail in plans[owner].tails])
+                    assert len(sent) == plan.lengths[owner]
+                    seen[np.ix_(mine[part.queries], sent[part.keys])] += 1
             work.append(seen[mine].sum())
         np.testing.assert_array_equal(seen, wanted)
         if len(bounds) == 2:
             assert max(work) == min(work)
+
+
+def test_short_documents_send_little_around_a_ring() -> None:
+    packing = Packing(np.arange(0, 641, 10).astype(np.int32), torch.device("cpu"))
+    assert max(ring_plan(packing, 4, 0).lengths) == 0, "cuts are at bounds of documents"
+    packing = Packing(np.array([0, *range(5, 636, 10), 640], np.int32), torch.device("cpu"))
+    assert ring_plan(packing, 4, 0).lengths == (5, 10, 10, 5), "half a document at every cut but the row's and a rank's"
