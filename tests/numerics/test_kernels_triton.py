@@ -63,7 +63,7 @@ def compile_for_hopper(function: Any, arguments: str, warps: int = 4, **constant
 def test_they_compile_for_hopper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the shapes of Qwen3-0.6B, and every access to memory 16 bytes wide where a row allows it."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    from prl_models.kernels import activation, norm, rotary, softmax
+    from prl_models.kernels import activation, norm, rotary, rotary_kernels, softmax
 
     tile = {"BLOCK": 1024, "ROWS": 2}
     heads = rotary.constants(*(torch.empty(1, n, 128) for n in (16, 8)), True, True, torch.empty(1, 64))
@@ -73,9 +73,9 @@ def test_they_compile_for_hopper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         "norm backward": compile_for_hopper(
             norm._backward_kernel, "bbbfbfnniiiix", BESIDE=True, WEIGHT_GRAD=True, **tile
         ),
-        "rotary": compile_for_hopper(rotary._forward_kernel, "bbbbffbbiiiix", warps, **heads),
+        "rotary": compile_for_hopper(rotary_kernels.forward_kernel, "bbbbffbbiiiix", warps, **heads),
         "rotary backward": compile_for_hopper(
-            rotary._backward_kernel, "bbbbbbbbffbbfn" + "i" * 16 + "x", warps, COPY=True, **heads
+            rotary_kernels.backward_kernel, "bbbbbbbbffbbfn" + "i" * 16 + "x", warps, COPY=True, **heads
         ),
         "swiglu": compile_for_hopper(activation._forward_kernel, "bbii", BLOCK=1024),
         "swiglu backward": compile_for_hopper(activation._backward_kernel, "bbbiii", BLOCK=1024),
