@@ -62,7 +62,9 @@ def test_on_a_cpu_both_are_torch_and_the_log_says_why(caplog: pytest.LogCaptureF
         (8, ("varlen",), torch.float16, 128, True, "varlen"),
         (9, ("flash4", "varlen"), torch.float32, 128, False, "padded"),
         (9, ("flash4", "varlen"), torch.bfloat16, 512, False, "padded"),
-        (9, ("cudnn", "varlen"), torch.bfloat16, 128, True, "varlen"),
+        (10, ("flash4", "varlen"), torch.bfloat16, 192, False, "varlen"),
+        (10, ("flash4", "varlen"), torch.bfloat16, 256, False, "flash4"),
+        (9, ("cudnn", "flex", "varlen"), torch.bfloat16, 128, False, "varlen"),
         (7, ("flash4", "varlen"), torch.bfloat16, 128, False, "padded"),
     ],
 )
@@ -88,6 +90,7 @@ def test_the_fastest_that_fits(
         ("varlen", 0, torch.bfloat16, 128, False, "needs an NVIDIA GPU"),
         ("flash2", 9, torch.float32, 128, False, "computes torch.bfloat16 and torch.float16, not torch.float32"),
         ("flash2", 9, torch.bfloat16, 100, False, "heads of up to 256 in steps of 8, not 100"),
+        ("flash4", 10, torch.bfloat16, 192, False, "on Blackwell it takes heads of up to 128 or of 256, not 192"),
         ("cudnn", 9, torch.bfloat16, 128, True, "has no sliding windows"),
     ],
 )

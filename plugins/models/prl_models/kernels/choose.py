@@ -2,7 +2,9 @@
 
 "auto" takes the fastest that is installed and fits; a name takes that one or says what it lacks. Measured on one H200
 with 16 query and 8 key heads of 128 (forward and backward, TFLOP/s, one document of 16,384 tokens / eight of mixed
-lengths): flash4 604 / 451, cudnn 530 / 178, flex 371 / 267, varlen 303 / 227.
+lengths): flash4 604 / 451, cudnn 530 / 178, flex 371 / 267 (before `flex.py` computes its forward twice), varlen 303 /
+227 (with keys expanded, which it is spared here). "auto" does not take cuDNN: it makes a plan for every length that it
+has not seen, and documents of a run have all lengths.
 """
 
 from __future__ import annotations
@@ -23,7 +25,6 @@ from prl_models.options import AttentionName, Kernels, OperationsName
 log = logging.getLogger(__name__)
 
 HALVES = (torch.bfloat16, torch.float16)
-_ANY = (*HALVES, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -59,16 +60,18 @@ class _Lacks:
     largest: int
     multiple: int = 8
     windows: bool = True
-    dtypes: tuple[torch.dtype, ...] = HALVES
+    blackwell: int | None = None  # the largest head there but `largest` itself, where that is less
 
     def of(self, need: _Need) -> str | None:
         if need.capability < self.oldest:
             found = f"{need.capability}.x" if need.capability else f"none (the device is {need.device})"
             return f"it needs an NVIDIA GPU of compute capability {self.oldest}.0 or newer, and there is {found}"
-        if need.dtype not in self.dtypes:
-            return f"it computes {' and '.join(str(x) for x in self.dtypes)}, not {need.dtype}"
+        if need.dtype not in HALVES:
+            return f"it computes {' and '.join(map(str, HALVES))}, not {need.dtype}"
         if need.head_dim > self.largest or need.head_dim % self.multiple:
             return f"it takes heads of up to {self.largest} in steps of {self.multiple}, not {need.head_dim}"
+        if self.blackwell is not None and need.capability >= 10 and self.blackwell < need.head_dim < self.largest:
+            return f"on Blackwell it takes heads of up to {self.blackwell} or of {self.largest}, not {need.head_dim}"
         if need.windows and not self.windows:
             return "it has no sliding windows, and this model has"
         return None
@@ -204,13 +207,13 @@ def _flex() -> AttentionKernel:
     return Flex()
 
 
-_FASTEST_FIRST = ("flash4", "flash2", "cudnn", "flex", "varlen")
+_FASTEST_FIRST = ("flash4", "flash2", "varlen", "flex")
 _CANDIDATES = {
-    "flash4": _Candidate(_flash4, _Lacks(9, 256), 'pip install "flash-attn-4[cu13]"', "FlashAttention 4"),
+    "flash4": _Candidate(
+        _flash4, _Lacks(9, 256, blackwell=128), 'pip install "flash-attn-4[cu13]"', "FlashAttention 4"
+    ),
     "flash2": _Candidate(_flash2, _Lacks(8, 256), "pip install flash-attn --no-build-isolation", "FlashAttention 2"),
     "cudnn": _Candidate(_cudnn, _Lacks(8, 128, windows=False), "it comes with torch", "cuDNN, document by document"),
-    "flex": _Candidate(
-        _flex, _Lacks(8, 256, 16, dtypes=(*HALVES, torch.float32)), "pip install triton", "FlexAttention"
-    ),
+    "flex": _Candidate(_flex, _Lacks(8, 256, 16), "pip install triton", "FlexAttention"),
     "varlen": _Candidate(_varlen, _Lacks(8, 256), "it comes with torch", "torch's variable-length attention"),
 }
