@@ -43,3 +43,16 @@ def test_ranks_train_together_stay_on_loopback_and_end_together(project: Project
     run.complete("--resume", *settings, "--set", "loop.steps=8")
     assert run.steps_saved()[-1] >= 8
     assert_adds_up(run.summary["rollouts"])
+
+
+def test_ranks_that_share_every_row_train_a_run_in_several_updates(project: Project) -> None:
+    """Context parallelism from the command line: one rank is sent samples, both train, engines verify."""
+    run = project.run(steps=4).complete(
+        *("--set", "trainer.processes=2", "--set", "trainer.cp=2", "--set", "trainer.updates_per_batch=2")
+    )
+    roles = run.status["roles"]
+    assert [roles[f"trainer-{rank}"]["info"]["row_rank"] for rank in (0, 1)] == [0, 1]
+    steps = [row for row in run.metrics() if "time/step" in row]
+    assert [row["step"] for row in steps] == [1, 2, 3, 4]
+    assert all(row["mismatch/kl"] < 1e-4 and row["drift/tokens"] > 0 for row in steps)
+    assert_adds_up(run.summary["rollouts"])
