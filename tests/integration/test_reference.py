@@ -114,6 +114,7 @@ def train(config: RunConfig, folder: Path) -> dict[str, str]:
         if samples:
             trainer.train(batch_of(config, samples, trainer.version))
     sampler.scheduler.close()
+    trainer.snapshot(loop.steps)
     return dict(trainer.checkpoint(loop.steps, folder / "trainer"))
 
 
