@@ -23,6 +23,7 @@ from prl_models.blocks.packing import Packing
 from prl_models.blocks.torch_ops import TorchOps
 from prl_models.kernels import choose, choose_attention
 from prl_models.options import Kernels, ModelOptions
+from prl_models.provider import load_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 LENGTHS = [300, 1, 40, 513, 77, 1024, 5]
@@ -48,30 +49,25 @@ def stretches(queries: list[int], keys: list[int]) -> tuple[Spans, Spans]:
 
 
 @pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 2, 64), (4, 4, 128), (16, 8, 128)])
 @pytest.mark.parametrize(
-    ("queries", "keys", "causal", "window"),
+    ("shape", "queries", "keys", "causal", "window"),
     [
-        (LENGTHS, LENGTHS, True, None),
-        (LENGTHS, LENGTHS, True, 64),
-        ([13] * 300, [13] * 300, True, None),
-        ([300, 64], [700, 640], False, None),
-        ([640], [333], False, None),
-        ([300, 64], [700, 640], True, None),
+        ((16, 8, 128), LENGTHS, LENGTHS, True, None),
+        ((8, 2, 64), LENGTHS, LENGTHS, True, None),
+        ((4, 4, 128), LENGTHS, LENGTHS, True, None),
+        ((16, 8, 128), LENGTHS, LENGTHS, True, 64),
+        ((16, 8, 128), [13] * 300, [13] * 300, True, None),
+        ((16, 8, 128), [300, 64], [700, 640], False, None),
+        ((16, 8, 128), [640], [333], False, None),
+        ((16, 8, 128), [300, 64], [700, 640], True, None),
     ],
-    ids=["causal", "window", "many", "rectangles", "one", "aligned-at-the-end"],
+    ids=["causal", "eight-of-64", "equal-heads", "window", "many", "rectangles", "one", "aligned-at-the-end"],
 )
 def test_attention_kernels(
-    name: str,
-    heads: int,
-    kv_heads: int,
-    dim: int,
-    queries: list[int],
-    keys: list[int],
-    causal: bool,
-    window: int | None,
+    name: str, shape: tuple[int, int, int], queries: list[int], keys: list[int], causal: bool, window: int | None
 ) -> None:
     """Forward with its logsumexp, and backward with both of more keys than these, as in a ring."""
+    heads, kv_heads, dim = shape  # few of them: kernels are compiled for each
     kernel = kernel_or_skip(name, dim, window)
     torch.manual_seed(0)
     on_host, on_gpu = stretches(queries, keys)
@@ -247,6 +243,30 @@ def test_a_model_in_float32_equals_the_cpu(folder: Path) -> None:
     assert relative_error(found[0][0], found[1][0]) < 1e-4
     for reference, value in zip(found[0][1], found[1][1], strict=True):
         assert_parity(reference, value, 1e-3)
+
+
+@pytest.mark.parametrize("operations", ["triton", "torch"])
+def test_a_family_in_bfloat16_is_close_to_float32(folder: Path, operations: str) -> None:
+    """With the kernels that are chosen here, against float32 on the CPU."""
+    rng = np.random.default_rng(0)
+    bounds = np.cumsum([0, 50, 7, 200]).astype(np.int32)
+    ids = rng.integers(0, 512, bounds[-1]).astype(np.int32)
+    targets = np.setdiff1d(np.arange(len(ids)), bounds[:-1])
+    ones = np.ones(len(targets), np.float32)
+    found = []
+    for device, dtype in ((torch.device("cpu"), torch.float32), (CUDA, torch.bfloat16)):
+        kernels = Kernels(operations=operations) if device == CUDA else Kernels()  # type: ignore[arg-type]
+        model = load_model(str(folder), "custom", ModelOptions(device=device, dtype=dtype, kernels=kernels))
+        if device == CUDA:
+            assert model.kernels.attention != "padded" and model.kernels.operations == operations
+        logprobs, entropy = model(PackedBatch.build(ids, bounds, targets, ones, device))
+        (logprobs.mean() + 0.1 * entropy.mean()).backward()
+        gradients = {name: parameter.grad.float().cpu() for name, parameter in model.named_parameters()}  # type: ignore[attr-defined]
+        found.append((logprobs.detach().cpu(), entropy.detach().cpu(), gradients))
+    assert (found[0][0] - found[1][0]).abs().mean() < 0.05
+    assert (found[0][1] - found[1][1]).abs().mean() < 0.05
+    for name, reference in found[0][2].items():
+        assert_parity(reference, found[1][2][name], 0.1, name)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
