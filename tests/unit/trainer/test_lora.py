@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 
-from prl.errors import ConfigError
+from prl.errors import ConfigError, Preempted
 from prl.testing.numerics import assert_parity, assert_same_bits
 from prl_models.hf import export_hf
+from prl_trainer_fsdp.sft.run import SftRun, main
 from prl_trainer_fsdp.trainer import Trainer
 
 from .helpers import CPU, batches, run_config, samples, state
+from .sft_helpers import metrics, save_all, write_config
 
 LORA = {"rank": 4, "alpha": 8.0}
 SEQUENCES = [[3, 9, 27, 20, 60, 58], [5, 5, 8, 13, 21]]
@@ -100,8 +104,16 @@ def test_first_values_depend_on_names_alone(model: Path, tmp_path: Path) -> None
     assert all((value == 0).all() == name.endswith("lora_B") for name, value in one.items())
 
 
-@pytest.mark.parametrize("impl", ["auto"])
-def test_bfloat16_keeps_the_frozen_model_in_bfloat16(model: Path, tmp_path: Path, impl: str) -> None:
+@pytest.fixture
+def group() -> Iterator[None]:
+    """hf in bfloat16 in one process makes a process group of its own."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("impl", ["auto", "hf"])
+def test_bfloat16_keeps_the_frozen_model_in_bfloat16(model: Path, tmp_path: Path, group: None, impl: str) -> None:
     config = configured(model, impl)
     half = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
     exact, trainer = trained(config, tmp_path / "exact", 2), trained(half, tmp_path / "half", 2)
@@ -136,3 +148,30 @@ def test_what_does_not_fit_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         Trainer(configured(model, impl, lora={**LORA, **lora}), tmp_path, CPU)
+
+
+def test_a_supervised_run_with_adapters(tmp_path: Path) -> None:
+    """From a run directory to a folder that transformers loads as a plain model, stopped and resumed on the way."""
+    from transformers import AutoModelForCausalLM
+
+    folder = save_all(tmp_path / "model")
+    keys: dict[str, Any] = {"lora": {"rank": 4, "targets": ["q_proj", "v_proj", "down_proj"]}, "lr": 3e-2}
+    run = write_config(folder, tmp_path / "run", trainer=keys, steps=8)
+    assert main(str(run.path)) == 0
+    losses = [line["train/loss"] for line in metrics(run) if "train/loss" in line]
+    assert losses[-1] < 0.7 * losses[0]
+    before = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    after = AutoModelForCausalLM.from_pretrained(run.path / "model").state_dict()
+    changed = {name.split(".")[-2] for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {"q_proj", "v_proj", "down_proj"}
+    parts = write_config(folder, tmp_path / "parts", trainer=keys, steps=8)
+    half = SftRun(parts)
+    for step in (1, 2, 3):
+        half._one_step(step)
+    half.stop()
+    with pytest.raises(Preempted):
+        half.run()
+    half.close("stopped", None)
+    assert main(str(parts.path)) == 0
+    weights = "model/model.safetensors"
+    assert (parts.path / weights).read_bytes() == (run.path / weights).read_bytes()

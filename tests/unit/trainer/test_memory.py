@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from prl_models.blocks.attention import Padded
 from prl_models.blocks.decoder import Attention
 from prl_trainer_fsdp import activations, optim
 from prl_trainer_fsdp.activations import offload_activations
+from prl_trainer_fsdp.config import FsdpConfig
 from prl_trainer_fsdp.memory import recompute
 from prl_trainer_fsdp.trainer import Trainer
 
@@ -215,3 +217,92 @@ def test_compiled_blocks_train_the_same_and_once_for_rows_of_any_length(model: P
     assert graphs[0] > 0 and len(set(graphs)) == 1, graphs
     for name, value in state(trainer).items():
         assert_parity(expected[name], value, 1e-4, name)
+
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+
+class Wide(nn.Module):
+    """Saves 256 MiB of 8,192 tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(512, 2048, bias=False), nn.Linear(2048, 512, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        for _ in range(3):
+            y = torch.tanh(y)
+        return x + self.down(y)
+
+
+def peak(compute: Callable[[], object]) -> int:
+    """Bytes that were taken at the most beyond those before."""
+    torch.cuda.synchronize()
+    before = int(torch.cuda.memory_allocated())
+    torch.cuda.reset_peak_memory_stats()
+    compute()
+    torch.cuda.synchronize()
+    return int(torch.cuda.max_memory_allocated()) - before
+
+
+@gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize(("recomputed", "least"), [(False, 2.0), (True, 1.2)])
+def test_activations_on_the_host_lower_the_peak_of_a_gpu(recomputed: bool, least: float) -> None:
+    def model(offload: bool) -> list[nn.Module]:
+        torch.manual_seed(0)
+        made: list[nn.Module] = [Wide().cuda() for _ in range(16)]
+        if recomputed:
+            for block in made:
+                recompute(block, "full")
+        if offload:
+            offload_activations(made, torch.device("cuda"))
+        return made
+
+    torch.manual_seed(1)
+    x = torch.randn(8192, 512, device="cuda", requires_grad=True)
+    kept, offloaded = model(False), model(True)
+    for _ in range(2):  # the second time without what the first one sets up
+        peaks = [peak(lambda made=made: gradients(made, x)) for made in (kept, offloaded)]  # type: ignore[misc]
+        assert_same_bits(
+            {name: p.grad for name, p in nn.Sequential(*kept).named_parameters()},
+            {name: p.grad for name, p in nn.Sequential(*offloaded).named_parameters()},
+        )
+    assert peaks[0] > least * peaks[1], peaks
+
+
+@gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["adamw", "muon", "sgd"])
+def test_the_state_on_the_host_lowers_the_peak_of_a_gpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optim, "BUCKET", 1 << 22)
+
+    def made(offload: bool) -> tuple[list[nn.Linear], Callable[[], None]]:
+        torch.manual_seed(0)
+        layers = [nn.Linear(2048, 1024, device="cuda") for _ in range(24)]
+        named = [(f"{i}.{name}", p) for i, layer in enumerate(layers) for name, p in layer.named_parameters()]
+        config = FsdpConfig.model_validate({"optimizer": kind, "offload_optimizer": offload})
+        optimizer = optim.Optimizer(config, named, layers)
+
+        def step() -> None:
+            for _ in range(3):
+                for _, parameter in named:
+                    parameter.grad = torch.randn_like(parameter)
+                optimizer.step(1e-3)
+                optimizer.zero_grad()
+
+        return layers, step
+
+    found = []
+    for offload in (False, True):
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        layers, step = made(offload)
+        torch.manual_seed(3)
+        step()
+        torch.cuda.synchronize()
+        found.append((torch.cuda.memory_allocated() - before, nn.Sequential(*layers).state_dict()))
+    state = 24 * 2048 * 1024 * 4 * (2 if kind == "adamw" else 1)
+    assert found[0][0] - found[1][0] > 0.95 * state
+    assert_same_bits(found[0][1], found[1][1])

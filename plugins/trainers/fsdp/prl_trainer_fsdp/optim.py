@@ -202,5 +202,6 @@ def clip(parameters: Sequence[Tensor], limit: float) -> Tensor:
     norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
     if limit > 0:
         scale = torch.clamp(limit / (norm + 1e-6), max=1.0)
-        torch._foreach_mul_([_local(gradient) for gradient in gradients], scale)
+        if float(scale) != 1.0:  # a pass over all gradients that is worth a look first
+            torch._foreach_mul_([_local(gradient) for gradient in gradients], scale)
     return norm
