@@ -6,6 +6,7 @@ published.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
@@ -18,6 +19,7 @@ from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
+from prl_trainer_fsdp import mesh
 from prl_trainer_fsdp.parallel import gather, start
 from prl_trainer_fsdp.trainer import Trainer
 from tests.unit.trainer.helpers import batches, run_config, samples
@@ -47,10 +49,14 @@ def main(model: Path, out: Path, cases: dict[str, dict[str, Any]]) -> None:
     configs = {
         name: case_config(model, {**keys, "processes": int(os.environ["WORLD_SIZE"])}) for name, keys in cases.items()
     }
-    runtime = start(next(iter(configs.values())))
+    first = start(next(iter(configs.values())))
     for name, config in configs.items():
+        own = config.trainer.plugin_config()
+        layout = own.layout(first.world)
+        meshes = mesh.make(layout, first.rank, "cpu", own.cp_style)
+        runtime = dataclasses.replace(first, layout=layout, meshes=meshes)
         trainer = Trainer(config, out / name, runtime)
-        train(trainer, runtime.world, runtime.rank, range(1, 6))
+        train(trainer, layout.data_ranks, runtime.data_rank, range(1, 6))
         found = result(trainer)
         if runtime.is_leader:
             save_file({key: value.contiguous() for key, value in found.items()}, out / f"{name}.safetensors")

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from prl.errors import ConfigError
 from prl.testing.numerics import assert_parity, assert_same_bits
 from prl_models.blocks.attention import Padded
 from prl_models.blocks.decoder import Attention
@@ -201,15 +202,15 @@ def test_the_state_on_the_host_changes_no_bit(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("impl", ["auto", "hf"])
-def test_compiled_blocks_train_the_same_and_once_for_rows_of_any_length(model: Path, tmp_path: Path, impl: str) -> None:
+@pytest.mark.parametrize("kind", ["none", "selective"])
+def test_compiled_blocks_train_the_same_and_once_for_rows_of_any_length(model: Path, tmp_path: Path, kind: str) -> None:
     from torch._dynamo.utils import counters
 
-    expected = state(trained(model, tmp_path / "plain", impl, steps=3))
+    expected = state(trained(model, tmp_path / "plain", "hf", steps=3))
     torch.compiler.reset()
     counters.clear()
-    config = run_config(model, compile=True, recompute="full")
-    config = config.model_copy(update={"model": config.model.model_copy(update={"impl": impl})})
+    config = run_config(model, compile=True, recompute=kind, offload_activations=True)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"impl": "hf"})})
     trainer, graphs = Trainer(config, tmp_path / "compiled", CPU), []
     for step in (1, 2, 3):
         trainer.train(batches(samples(step, step - 1), step)[0])
@@ -217,6 +218,11 @@ def test_compiled_blocks_train_the_same_and_once_for_rows_of_any_length(model: P
     assert graphs[0] > 0 and len(set(graphs)) == 1, graphs
     for name, value in state(trainer).items():
         assert_parity(expected[name], value, 1e-4, name)
+
+
+def test_compiling_what_is_fused_by_hand_is_refused(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="are fused already"):
+        Trainer(run_config(model, compile=True), tmp_path, CPU)
 
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")

@@ -24,7 +24,9 @@ CASES: dict[str, dict[str, Any]] = {
     "sgd": {**SMALL, "optimizer": "sgd"},
     "host": {**SMALL, "offload_optimizer": True, "offload_activations": True, "recompute": "selective"},
     "muon-host": {**SMALL, "optimizer": "muon", "offload_optimizer": True},
+    "muon-replicas": {**SMALL, "optimizer": "muon", "dp_replicate": 2},
     "lora": {**SMALL, **LORA},
+    "lora-context": {**SMALL, **LORA, "cp": 2, "offload_activations": True, "recompute": "selective"},
     "lora-hf": {**SMALL, **LORA, "impl": "hf", "recompute": "full"},
     "lora-muon": {**SMALL, **LORA, "optimizer": "muon", "offload_activations": True},
     "lora-half": {**SMALL, **LORA, "dtype": "bfloat16"},
@@ -40,7 +42,8 @@ def ranks(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_equal_one_process(model: Path, ranks: Path, tmp_path: Path, name: str) -> None:
-    alone = Trainer(case_config(model, CASES[name]), tmp_path, CPU)
+    keys = {key: value for key, value in CASES[name].items() if key not in ("cp", "dp_replicate")}
+    alone = Trainer(case_config(model, keys), tmp_path, CPU)
     train(alone, 1, 0, range(1, 6))
     expected, found = result(alone), load_file(ranks / f"{name}.safetensors")
     assert expected.keys() == found.keys()

@@ -117,6 +117,8 @@ class _Region:
         return _Packed(self.collected[key], tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
 
     def _travels(self, tensor: Tensor) -> bool:
+        if type(tensor) not in (Tensor, nn.Parameter):  # the compiler's, of which there is only a shape
+            return False
         if tensor.device.type != self.offload.device.type or tensor.layout != torch.strided:
             return False
         storage = tensor.untyped_storage()

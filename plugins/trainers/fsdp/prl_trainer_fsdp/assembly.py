@@ -33,7 +33,7 @@ def assemble(table: ModelTable, config: FsdpConfig, runtime: Runtime) -> Any:
             [f"trainer.ep = {runtime.layout.ep}, but no model divides its experts among ranks: use ep = 1"]
         )
     model: Any = load_model(table.path, table.impl, options(table, config, runtime))
-    treat_blocks(model.blocks, config, runtime.device)
+    treat_blocks(model, config, runtime.device)
     shard(model, runtime, table.dtype)
     model.fill(scatter_like)
     return model

@@ -77,7 +77,8 @@ class FsdpConfig(PluginConfig):
     offload_optimizer: bool = False
     """Keep the optimiser's state in the host's memory."""
     compile: bool = False
-    """Compile each layer with torch.compile. Worth trying where no fused kernels are to be had."""
+    """Compile each layer of a transformers model (impl = "hf") with torch.compile; prl's own families have fused
+    operations instead."""
     kernels: Literal["auto"] | KernelsTable = "auto"
     """"auto" takes the fastest that is installed and works here, and says which and why."""
     lora: LoraTable | None = None

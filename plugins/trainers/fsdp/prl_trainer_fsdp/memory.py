@@ -5,22 +5,34 @@ sharding, which come after it."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
+from prl.errors import ConfigError
 from prl_models.blocks.cache import selective
 from prl_models.blocks.context import keep_out_of_graphs
 from prl_trainer_fsdp.activations import offload_activations
 from prl_trainer_fsdp.config import FsdpConfig
 
 
-def treat_blocks(blocks: Sequence[nn.Module], config: FsdpConfig, device: torch.device) -> None:
+def treat_blocks(model: Any, config: FsdpConfig, device: torch.device) -> None:
     """As the configuration says, in this order: what is recomputed is the compiled block, what travels to the host is
-    what is left to keep."""
+    what is left to keep.
+
+    Raises:
+        ConfigError: to be compiled is a model whose operations are fused by hand.
+    """
+    if config.compile and model.casts:
+        raise ConfigError(
+            [
+                "trainer.compile = true, but this model's operations between matrix products are fused already, with "
+                'their gradients: leave compile out, or take transformers\' own code with model.impl = "hf"'
+            ]
+        )
+    blocks = list(model.blocks)
     for block in blocks:
         if config.compile:
             compile_block(block)
