@@ -89,8 +89,8 @@ class Optimizer:
     def named_state(self) -> Iterator[tuple[str, Tensor]]:
         """("exp_avg.NAME", tensor) for all state of all trained parameters; complete before the first step too.
 
-        What belongs to the parameter element by element is placed as it is (a DTensor of a sharded one, on its device);
-        the others ("step") have no dimension and are equal on all ranks. Nothing is exchanged.
+        What belongs to the parameter element by element is placed as it is (a DTensor of a sharded one, whose part may
+        lie on the host); the others ("step") have no dimension and are equal on all ranks. Nothing is exchanged.
         """
         for part, key, value in self._state():
             yield f"{key}.{part.name}", value if value.ndim == 0 else _placed(value, part.parameter)
@@ -188,8 +188,8 @@ def _whole(tensor: Tensor) -> Tensor:
 def _placed(local: Tensor, like: Tensor) -> Tensor:
     if not isinstance(like, DTensor):
         return local
-    mesh, placements = like.device_mesh, like.placements
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+    # Not DTensor.from_local, which would move a part on the host to the device of the mesh.
+    return DTensor(local, like._spec, requires_grad=False)
 
 
 def clip(parameters: Sequence[Tensor], limit: float) -> Tensor:
