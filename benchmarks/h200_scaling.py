@@ -89,6 +89,8 @@ def once(asked: Found, layout: str, dtype: str, model: Path, runtime: Runtime) -
     logprobs = [value for scored in learner.score(documents) for value in scored]
     mine = rows[runtime.data_rank :: runtime.layout.data_ranks]
     metrics = learner.step(mine, denominators(rows, 1), 0)
+    if runtime.is_leader:
+        print(f"{runtime.world} processes, {layout}, {dtype}: computed", flush=True)
     return {"logprobs": logprobs, "loss": metrics["train/loss"], "grad_norm": metrics["train/grad_norm"]}
 
 

@@ -31,12 +31,16 @@ def no_process_is_left_behind() -> Iterator[None]:
     assert not left, f"tests left processes behind: {described}"
 
 
+_OF_PYTHON = ("resource_tracker", "torch/_inductor/compile_worker")
+
+
 def _children() -> list[psutil.Process]:
-    """Living descendants of this process. Python's own resource tracker lives as long as its parent."""
+    """Living descendants of this process. Python's resource tracker and torch's compile workers live as long as it."""
     found = []
     for process in psutil.Process().children(recursive=True):
         try:
-            if process.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in " ".join(process.cmdline()):
+            command = " ".join(process.cmdline())
+            if process.status() != psutil.STATUS_ZOMBIE and not any(name in command for name in _OF_PYTHON):
                 found.append(process)
         except psutil.NoSuchProcess:
             continue

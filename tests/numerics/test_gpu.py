@@ -303,6 +303,7 @@ def test_steps_publish_and_checkpoint(folder: Path, tmp_path: Path, dtype: str) 
         losses = [trainer.learner.step([row], {"ce": 598.0}, 0)["train/loss"] for _ in range(20)]
         assert losses[-1] < 0.5 * losses[0], losses
         assert trainer.publish(0).num_bytes > 0
+        trainer.snapshot(0)
         trainer.checkpoint(0, tmp_path / "saved")
         again = Trainer(config, tmp_path / "again")
         again.load_checkpoint(tmp_path / "saved")

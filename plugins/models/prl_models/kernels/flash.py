@@ -6,6 +6,9 @@ backward takes any: those entries are private, so a release may move them, and `
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
@@ -18,6 +21,7 @@ class Flash4:
     name = "flash4"
 
     def __init__(self) -> None:
+        _keep_compiled()
         from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd  # type: ignore[import-not-found]
 
         self._forward, self._backward = _flash_attn_fwd, _flash_attn_bwd
@@ -57,6 +61,14 @@ class Flash4:
             "causal": causal,
             "window_size_left": None if window is None else window - 1,
         }
+
+
+def _keep_compiled() -> None:
+    """Have FlashAttention 4 keep what it compiles: half a minute of a process's first step. Its own default folder lies
+    in /tmp, where another user could leave object code for us to load; ours is within the user's cache."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(cache / "prl" / "flash-attention-4"))
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 
 
 class Flash2:
