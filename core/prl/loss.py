@@ -6,11 +6,12 @@ One call sees one packed row of T tokens. Index t is a token of the row, and eve
 token: `logprobs[t]` was computed from the logits at t-1. The first token of a document has no log-probability
 (0, without gradient) and every weight stream is 0 there.
 
-The whole step's loss is the sum over its rows (all micro-batches of all ranks) of what the loss returns:
+The loss of an update (an optimiser step: usually the whole step, a part of it with `trainer.updates_per_batch`) is the
+sum over its rows (all micro-batches of all ranks) of what the loss plugin returns:
 
     L = sum over components c of  sum_t w_c[t] * l_c[t] / denominators[c]
 
-Denominators are of the whole step, so a loss never averages, and packing or sharding cannot change it.
+Denominators are of the whole update, so a loss never averages, and packing or sharding cannot change it.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ class LossInputs:
         sampled: bool: the token came from the policy (not from a prompt or a tool).
         versions: i32: the policy version that sampled the token; -1 where `sampled` is false.
         cu_seqlens: i32[documents + 1]: bounds of the documents in the row.
-        version: the trainer's policy version before this step; `versions == version` is exactly on-policy.
-        denominators: of the whole step over all ranks, by component ("rl", "ce", "ref_kl"); never 0.
+        version: the trainer's policy version before this step; `versions == version` is exactly on-policy, in the
+            first update of the step.
+        denominators: of the whole update over all ranks, by component ("rl", "ce", "ref_kl"); never 0.
     """
 
     logprobs: Tensor

@@ -2,7 +2,7 @@
 
     L = sum_t -w_t * log pi(t) / N,      w = ce_weights, N = denominators["ce"]
 
-N is the sum of the weights over the whole step: with weight 1 this is the token mean, and other weights give the other
+N is the sum of the weights of the whole update: with weight 1 this is the token mean, and other weights give the other
 aggregations (1/length: the mean over sequences).
 """
 

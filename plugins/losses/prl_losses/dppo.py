@@ -16,7 +16,7 @@ For a trained token with advantage A, trainer probability pi, sampler probabilit
   gradient.
 * The regulariser is the k2 estimator of the divergence up to its factor 1/2 (Schulman 2020, "Approximating KL
   Divergence"), in the place it has in Kimi k1.5 (arXiv 2501.12599, section 2.3.2). It holds for dropped tokens too.
-* Denominators are sums of the component's weights over the whole step: with weight 1 on every trained token, the loss
+* Denominators are sums of the component's weights over the whole update: with weight 1 on every trained token, the loss
   is a token mean.
 
 Numerics: log r is clamped to +-20 against overflow alone; e^20 = 4.9e8 keeps even the square of a gradient norm inside

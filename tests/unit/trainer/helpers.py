@@ -53,9 +53,9 @@ def save_model(folder: Path, *, tied: bool = True, seed: int = 0) -> Path:
     return folder
 
 
-def run_config(model: Path, *, impl: str = "auto", seed: int = 0, **trainer: Any) -> RunConfig:
+def run_config(model: Path, *, impl: str = "auto", dtype: str = "float32", seed: int = 0, **trainer: Any) -> RunConfig:
     own = {"use": "fsdp", "threads": 1, "device": "cpu", "lr": 1e-2, "row_tokens": 64, **trainer}
-    table = {"path": str(model), "impl": impl}
+    table = {"path": str(model), "impl": impl, "dtype": dtype}
     return RunConfig.model_validate({"model": table, "envs": [{"use": "none"}], "trainer": own, "seed": seed})
 
 

@@ -34,8 +34,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp": {},
     "fsdp-hf": {"impl": "hf"},
     "hsdp": {"dp_replicate": 2},
-    "ulysses": {"cp": 2},
-    "ring": {"cp": 2, "cp_style": "ring"},
+    "ulysses": {"cp": 2, "recompute": "selective"},
+    "ring": {"cp": 2, "cp_style": "ring", "recompute": "full"},
+    "lora": {"lora": {"rank": 4, "targets": ["q_proj", "down_proj"]}},
+    "bfloat16": {"dtype": "bfloat16", "lr": 1e-3},
     "hsdp-ring": {"dp_replicate": 2, "cp": 2, "cp_style": "ring"},
 }
 SETTINGS = {"lr": 3e-3, "schedule": "linear", "decay_steps": 10, "weight_decay": 0.1}
@@ -98,7 +100,8 @@ def check_refusals(model: Path, first: Runtime) -> None:
 
 def configured(model: Path, name: str, world: int) -> Any:
     own = dict(LAYOUTS[name])
-    return run_config(model, impl=own.pop("impl", "auto"), processes=world, **SETTINGS, **own)
+    own.update({"dp_replicate": 1, "cp": 1} if world == 1 else {"processes": world})
+    return run_config(model, **{**SETTINGS, **own})
 
 
 def laid_out(first: Runtime, name: str) -> Runtime:

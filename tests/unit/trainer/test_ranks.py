@@ -4,12 +4,13 @@ work, idle ranks, several updates of a batch; also as two nodes that meet as tor
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,31 +32,38 @@ Result = tuple[dict[str, torch.Tensor], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def single(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
-    trainer = Trainer(configured(model, "fsdp", 1), tmp_path_factory.mktemp("single"), CPU)
-    reports = [trainer.train(dealt(step, 1)[0]).metrics for step in STEPS]
-    return state(trainer), facts(trainer, reports)
+def single(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Result]:
+    """What one process makes of a layout's settings."""
+
+    @functools.cache
+    def trained(name: str) -> Result:
+        trainer = Trainer(configured(model, name, 1), tmp_path_factory.mktemp("single"), CPU)
+        reports = [trainer.train(dealt(step, 1)[0]).metrics for step in STEPS]
+        return state(trainer), facts(trainer, reports)
+
+    return lambda name: trained(name if name in ("lora", "bfloat16") else "fsdp")
 
 
-def assert_equal(single: Result, folder: Path) -> None:
+def assert_equal(single: Result, folder: Path, tolerance: float = TOLERANCE) -> None:
     weights, expected = single
     found = load_file(folder / "weights.safetensors")
     assert found.keys() == weights.keys()
     for name, parameter in weights.items():
-        assert_parity(parameter, found[name], TOLERANCE, f"{folder.name}: {name}")
+        assert_parity(parameter, found[name], tolerance, f"{folder.name}: {name}")
     several = json.loads((folder / "facts.json").read_text())
     pairs = zip([*expected["reports"], expected["evaluated"]], [*several["reports"], several["evaluated"]], strict=True)
     for index, (one, other) in enumerate(pairs):
         assert other.keys() == one.keys()
         for name, value in one.items():
-            assert other[name] == pytest.approx(value, rel=1e-5, abs=1e-7), f"{folder.name}: {index}: {name}"
+            near = pytest.approx(value, rel=2 * tolerance, abs=0.02 * tolerance)
+            assert other[name] == near, f"{folder.name}: {index}: {name}"
     for one, other in zip(expected["scores"], several["scores"], strict=True):
-        assert other == pytest.approx(one, abs=1e-5), folder.name
+        assert other == pytest.approx(one, abs=2 * tolerance), folder.name
 
 
-def test_two_nodes_of_one_rank_equal_one_process(model: Path, tmp_path: Path, single: Result) -> None:
+def test_two_nodes_of_one_rank_equal_one_process(model: Path, tmp_path: Path, single: Callable[[str], Result]) -> None:
     """FSDP, HSDP, Ulysses and ring over two ranks, each started by itself with torchrun's variables."""
-    names = ["fsdp", "fsdp-hf", "hsdp", "ulysses", "ring"]
+    names = ["fsdp", "fsdp-hf", "hsdp", "ulysses", "ring", "lora", "bfloat16"]
     with meeting_place() as port:
         nodes = [
             subprocess.Popen(
@@ -74,23 +82,23 @@ def test_two_nodes_of_one_rank_equal_one_process(model: Path, tmp_path: Path, si
                 node.wait()
     assert [node.returncode for node in nodes] == [0, 0], "\n".join(text[-6000:] for text in said)
     for name in names:
-        assert_equal(single, tmp_path / name)
+        assert_equal(single(name), tmp_path / name, 0.02 if name == "bfloat16" else TOLERANCE)
     # A checkpoint of several ranks continues there to the bit, and in one process.
     assert_same_bits(load_file(tmp_path / "fsdp/weights.safetensors"), load_file(tmp_path / "fsdp/resumed.safetensors"))
     alone = Trainer(configured(model, "fsdp", 1), tmp_path / "alone", CPU)
     alone.load_checkpoint(tmp_path / "fsdp" / "saved")
     assert alone.version == STEPS[-2]
     alone.train(dealt(STEPS[-1], 1)[0])
-    for name, parameter in single[0].items():
+    for name, parameter in single("fsdp")[0].items():
         assert_parity(parameter, state(alone)[name], TOLERANCE, name)
 
 
-def test_four_ranks_equal_one_process(model: Path, tmp_path: Path, single: Result) -> None:
+def test_four_ranks_equal_one_process(model: Path, tmp_path: Path, single: Callable[[str], Result]) -> None:
     """dp2 x cp2 with Ulysses, two copies of two shards, two copies of one ring."""
     names = ["ulysses", "hsdp", "hsdp-ring"]
     run_ranks(SCRIPT, 4, str(model), str(tmp_path), *names)
     for name in names:
-        assert_equal(single, tmp_path / name)
+        assert_equal(single(name), tmp_path / name)
 
 
 @contextlib.contextmanager

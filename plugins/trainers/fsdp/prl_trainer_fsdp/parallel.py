@@ -4,7 +4,7 @@ In one process a model is left as it is if it computes in float32, or casts its 
 else goes through FSDP2: several processes share parameters, gradients and moments, and bfloat16 computes with bfloat16
 copies of float32 parameters.
 
-Every loss is divided by denominators of the whole step, so gradients of ranks are summed, never averaged.
+Every loss is divided by denominators of the whole update, so gradients of ranks are summed, never averaged.
 """
 
 from __future__ import annotations
