@@ -1,16 +1,17 @@
-"""Turning a checkpoint into a Hugging Face folder.
+"""Turning a checkpoint into a Hugging Face folder, and the weights of such a folder into a checkpoint.
 
-The trainer plugin that wrote the checkpoint knows how to read it: `TrainerPlugin.export(run_dir, step, out)`. It needs
-torch, so it runs in a process of its own, `python -m prl_cli.exporting RUN_DIR STEP OUT`.
+The trainer plugin that wrote the checkpoint knows how to read it: `TrainerPlugin.export` and `import_weights`. They
+need torch, so they run in a process of their own, `python -m prl_cli.exporting`.
 """
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prl.errors import PrlError, UsageError
 from prl.rundir import RunDir
@@ -21,15 +22,50 @@ if TYPE_CHECKING:
 
 
 class ExportFailed(PrlError):
-    """The trainer plugin could not write the folder; the message gives its reason."""
+    """The trainer plugin could not do it; the message gives its reason."""
 
 
-def export(run: RunDir, step: int | None, out: Path) -> int:
+def export(run: RunDir, step: int | None, out: Path, *, dtype: str = "", adapter: bool = False) -> int:
     """Write the checkpoint of `step`, or the last one, into `out`. Returns its step.
+
+    Args:
+        dtype: of the weights; "" for the run's own. adapter: low-rank adapters alone, in PEFT's format.
 
     Raises:
         UsageError: no such checkpoint, or `out` is in use. ExportFailed: the trainer plugin could not write it.
     """
+    chosen = _chosen(run, step)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"{out} exists and is not an empty folder: name another")
+    request = {"action": "export", "run": str(run.path), "step": chosen, "out": str(out.resolve())}
+    _ask(
+        request | {"dtype": dtype, "adapter": adapter},
+        f"the checkpoint of step {chosen} of run {run.name!r}",
+        "exported",
+    )
+    return chosen
+
+
+def import_weights(run: RunDir, step: int | None, source: str) -> tuple[int, Path]:
+    """Make the weights of a folder those of a run's checkpoint of `step`, or of the last one.
+
+    Returns:
+        The step, and the folder that has the checkpoints which this one replaces.
+
+    Raises:
+        UsageError: no such checkpoint, or the run is going on. ExportFailed: the weights are not the run's model's, or
+            cannot be read or written.
+    """
+    chosen = _chosen(run, step)
+    if Path(source).exists():
+        source = str(Path(source).resolve())
+    with runs.held(run):
+        request = {"action": "import", "run": str(run.path), "step": chosen, "source": source}
+        aside = _ask(request, f"{source} ", f"imported into run {run.name!r}")
+    return chosen, Path(aside)
+
+
+def _chosen(run: RunDir, step: int | None) -> int:
     steps = runs.checkpoint_steps(run)
     if not steps:
         raise UsageError(
@@ -40,14 +76,17 @@ def export(run: RunDir, step: int | None, out: Path) -> int:
         raise UsageError(
             f"run {run.name!r} has no complete checkpoint of step {chosen}; it has {', '.join(map(str, steps))}"
         )
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(f"{out} exists and is not an empty folder: name another")
-    command = [sys.executable, "-m", "prl_cli.exporting", str(run.path), str(chosen), str(out.resolve())]
-    done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
+    return chosen
+
+
+def _ask(request: dict[str, Any], what: str, doing: str) -> str:
+    """Have it done in a process that may import torch; the last line of its output."""
+    command = [sys.executable, "-m", "prl_cli.exporting", json.dumps(request)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         reason = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "no reason given")
-        raise ExportFailed(f"the checkpoint of step {chosen} of run {run.name!r} could not be exported: {reason}")
-    return chosen
+        raise ExportFailed(f"{what} could not be {doing}: {reason}")
+    return next((line for line in reversed(done.stdout.splitlines()) if line.strip()), "")
 
 
 def exported(run: RunDir, step: int | None) -> Path:
@@ -82,19 +121,38 @@ def stored_config(run: RunDir) -> RunConfig | SftConfig:
     return read_resolved(run.config, SftConfig)
 
 
-def _main(run_dir: str, step: str, out: str) -> int:
+def _main(request: dict[str, Any]) -> int:
     """The process that does it; its last line on standard error is the reason of a failure."""
-    run = RunDir(run_dir)
+    run, step = RunDir(request["run"]), int(request["step"])
     try:
         trainer = stored_config(run).trainer.build()
-        if not hasattr(trainer, "export"):
+        if request["action"] == "import":
+            print(_import(trainer, run, step, request["source"]))
+        elif not hasattr(trainer, "export"):
             raise UsageError("its trainer plugin cannot export checkpoints")
-        trainer.export(run, int(step), Path(out))
+        else:
+            trainer.export(run, step, Path(request["out"]), dtype=request["dtype"], adapter=request["adapter"])
     except PrlError as error:
         output.say(" ".join(str(error).split()))
         return error.exit_code
     return 0
 
 
+def _import(trainer: Any, run: RunDir, step: int, source: str) -> Path:
+    """Returns the folder of the checkpoints that were replaced."""
+    from prl.store import Checkpoints
+
+    if not hasattr(trainer, "import_weights"):
+        raise UsageError("its trainer plugin cannot import weights")
+    checkpoints = Checkpoints(run)
+    draft = checkpoints.begin(step)
+    try:
+        files = trainer.import_weights(run, step, source, draft / "trainer")
+        return checkpoints.replace_part(step, "trainer", files)[1]
+    except BaseException:
+        checkpoints.abandon(step)
+        raise
+
+
 if __name__ == "__main__":
-    sys.exit(_main(*sys.argv[1:]))
+    sys.exit(_main(json.loads(sys.argv[1])))

@@ -28,6 +28,7 @@ COMMANDS = {
     "checkpoint": LazyCommand("prl_cli.commands.control:checkpoint", "Save a checkpoint of a run now."),
     "why-stuck": LazyCommand("prl_cli.commands.control:why_stuck", "Say what a run waits for, and for how long."),
     "export": LazyCommand("prl_cli.commands.export:export", "Write a checkpoint as a Hugging Face folder."),
+    "import": LazyCommand("prl_cli.commands.export:import_weights", "Put a folder's weights into a run's checkpoint."),
 }
 
 

@@ -149,13 +149,28 @@ class TrainerPlugin(Protocol):
         """Its part of the plan. For an `SftConfig` that is the whole run: there is no controller then."""
         ...
 
-    def export(self, run_dir: RunDir, step: int, out: Path) -> None:
+    def export(self, run_dir: RunDir, step: int, out: Path, *, dtype: str = "", adapter: bool = False) -> None:
         """Write the checkpoint of a step, a supervised run's too, as a Hugging Face folder.
 
-        `out` does not exist or is empty. Called in a process of its own, which may import torch.
+        `out` does not exist or is empty. Called in a process of its own, which may import torch. `dtype` is that of
+        the weights, "" the run's own. `adapter` asks for low-rank adapters alone, in PEFT's format.
 
         Raises:
-            StoreError: the checkpoint is damaged.
+            StoreError: the checkpoint is damaged. UsageError: there are no adapters.
+        """
+        ...
+
+    def import_weights(self, run_dir: RunDir, step: int, source: str, out: Path) -> dict[str, str]:
+        """Write this trainer's part of a checkpoint into `out`: the weights of `source`, a Hugging Face folder or a
+        name on the hub, with an optimiser that has not begun; all else as in the checkpoint of `step`.
+
+        Called in a process of its own, which may import torch.
+
+        Returns:
+            File name, relative to `out`, to its sha256.
+
+        Raises:
+            UsageError: the model there is not the run's. StoreError: a checkpoint is damaged, or `out` refuses.
         """
         ...
 

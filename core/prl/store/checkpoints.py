@@ -104,16 +104,10 @@ class Checkpoints:
         Raises:
             StoreError: a file is missing, or the disk is full. Earlier checkpoints are intact.
         """
-        temporary, final = self._temporary(step), self._run_dir.checkpoint(step)
+        final = self._run_dir.checkpoint(step)
         try:
-            described = {
-                part: {name: File(_synced_size(temporary / part / name), digest) for name, digest in files.items()}
-                for part, files in parts.items()
-            }
-            manifest = Manifest(step, described, dict(facts), time.time())
-            text = msgspec.json.format(msgspec.json.encode(manifest), indent=2)
-            atomic_write(temporary / MANIFEST, text, point=WRITE_POINT)
-            _replace_directory(temporary, final)
+            manifest = self._complete(step, parts, facts)
+            _replace_directory(self._temporary(step), final)
         except OSError as error:
             self.abandon(step)
             raise store_error("complete", final, error) from error
@@ -121,6 +115,48 @@ class Checkpoints:
             self.abandon(step)
             raise
         return Checkpoint(step, final, manifest)
+
+    def _complete(self, step: int, parts: Mapping[str, Mapping[str, str]], facts: Mapping[str, Any]) -> Manifest:
+        """Write the manifest of what was begun. Raises: OSError, StoreError."""
+        temporary = self._temporary(step)
+        described = {
+            part: {name: File(_synced_size(temporary / part / name), digest) for name, digest in files.items()}
+            for part, files in parts.items()
+        }
+        manifest = Manifest(step, described, dict(facts), time.time())
+        text = msgspec.json.format(msgspec.json.encode(manifest), indent=2)
+        atomic_write(temporary / MANIFEST, text, point=WRITE_POINT)
+        return manifest
+
+    def replace_part(self, step: int, part: str, files: Mapping[str, str]) -> tuple[Checkpoint, Path]:
+        """Complete what `begin(step)` began: one part was saved anew, the others are those of the complete checkpoint
+        of this step. That one and later ones, from which a run would go on otherwise, move aside; none is removed.
+
+        Returns:
+            The new checkpoint, and the folder that has the former ones.
+
+        Raises:
+            StoreError: the former checkpoint is damaged, or the disk is full. Then nothing has changed.
+        """
+        former = self._run_dir.checkpoint(step)
+        manifest = _checked(step, former, True)
+        parts: dict[str, Mapping[str, str]] = {part: files}
+        try:
+            for other, named in manifest.parts.items():
+                if other != part:
+                    shutil.copytree(former / other, self._temporary(step) / other)
+                    parts[other] = {name: file.sha256 for name, file in named.items()}
+            aside = self._run_dir.path / "replaced" / time.strftime("%Y%m%d-%H%M%S")
+            aside.mkdir(parents=True)
+            self._complete(step, parts, manifest.facts)
+            for number, path in self._directories([]):
+                if number > step:
+                    path.rename(aside / path.name)
+            _replace_directory(self._temporary(step), former, aside / former.name)
+        except OSError as error:
+            self.abandon(step)
+            raise store_error("replace", former, error) from error
+        return Checkpoint(step, former, _checked(step, former, False)), aside
 
     def abandon(self, step: int) -> None:
         """Throw away what was begun; complete checkpoints are not touched."""
@@ -234,12 +270,16 @@ def _synced_size(path: Path) -> int:
         return os.fstat(file.fileno()).st_size
 
 
-def _replace_directory(source: Path, target: Path) -> None:
-    """Rename; an existing target steps aside first, under a name that `latest` still finds."""
+def _replace_directory(source: Path, target: Path, keep: Path | None = None) -> None:
+    """Rename; an existing target steps aside first, under a name that `latest` still finds, and is then removed, or
+    gets the name `keep`."""
     aside = target.with_suffix(".old")
     if target.exists():
         shutil.rmtree(aside, ignore_errors=True)
         target.rename(aside)
     source.rename(target)
     fsync_directory(target.parent)
-    shutil.rmtree(aside, ignore_errors=True)
+    if keep is None:
+        shutil.rmtree(aside, ignore_errors=True)
+    else:
+        aside.rename(keep)

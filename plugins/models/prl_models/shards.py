@@ -74,8 +74,46 @@ def write_file(
     return size, digest.hexdigest()
 
 
-def header(entries: Sequence[Entry], metadata: Mapping[str, str] | None = None) -> bytes:
-    """The bytes before the first tensor; padded so that tensors begin at a multiple of 8."""
+class ShardWriter:
+    """A file that is written tensor by tensor, none of which is kept: the header's place is left free until the end.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+
+    HEADER_BYTES = 256 << 10
+    """Kept free: 1,800 tensors. What the header does not need is filled with spaces, as the format allows."""
+
+    def __init__(self, path: Path, metadata: Mapping[str, str] | None = None) -> None:
+        self.entries: list[Entry] = []
+        self.size = 0
+        self._metadata = metadata
+        self._described = 0
+        self._file = path.open("wb")
+        self._file.seek(self.HEADER_BYTES)
+
+    def fits(self, name: str) -> bool:
+        """Whether the header has room for another tensor of this name, whatever its shape."""
+        return self._described + len(name) + 256 < self.HEADER_BYTES
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        self.entries.append(Entry(name, tensor.dtype, tuple(tensor.shape)))
+        self._described += len(name) + 200
+        self._file.write(bytes_of(tensor.detach().cpu().contiguous()))
+        self.size += tensor.nbytes
+
+    def close(self, complete: bool = True) -> None:
+        """Write the header, and wait until all of it is on the disk."""
+        with self._file as file:
+            if complete:
+                file.seek(0)
+                file.write(header(self.entries, self._metadata, self.HEADER_BYTES))
+                file.flush()
+                os.fsync(file.fileno())
+
+
+def header(entries: Sequence[Entry], metadata: Mapping[str, str] | None = None, size: int = 0) -> bytes:
+    """The bytes before the first tensor: `size`, or as many as it takes for tensors to begin at a multiple of 8."""
     described: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     at = 0
     for entry in entries:
@@ -83,7 +121,7 @@ def header(entries: Sequence[Entry], metadata: Mapping[str, str] | None = None) 
         described[entry.name] = {"dtype": DTYPES[entry.dtype], "shape": list(entry.shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(described, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (size - 8 - len(text) if size else -len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 

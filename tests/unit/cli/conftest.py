@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 PARTS = '''
-import json, os, pathlib
+import hashlib, json, os, pathlib
 from prl.plan import LaunchState, ProcessState, Role
 
 class Engine:
@@ -19,9 +19,16 @@ class Engine:
 
 class Trainer:
     def role(self, config): return Role("trainer", ("true",))
-    def export(self, run_dir, step, out):
+    def export(self, run_dir, step, out, *, dtype="", adapter=False):
         out.mkdir()
-        (out / "config.json").write_text(json.dumps({"step": step}))
+        (out / "config.json").write_text(json.dumps({"step": step, "dtype": dtype, "adapter": adapter}))
+    def import_weights(self, run_dir, step, source, out):
+        if source == "other":
+            from prl.errors import UsageError
+            raise UsageError("'w' is [2] there, [3] in the run")
+        out.mkdir()
+        (out / "weights").write_text(source)
+        return {"weights": hashlib.sha256(source.encode()).hexdigest()}
 
 class Env:
     def tasks(self, split): return []

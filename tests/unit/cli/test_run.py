@@ -12,6 +12,8 @@ import pytest
 
 from prl.plan import Plan
 from prl.rundir import RunDir
+from prl.store import Checkpoints
+from prl.store.files import sha256_file
 from prl_cli import runs
 from prl_cli.launching import note_failure
 from prl_cli.summary import lines
@@ -211,9 +213,43 @@ def test_export_writes_the_checkpoint_asked_for(project: Path, first: RunDir, pr
     checkpointed(first, 1, 3)
     (first.checkpoint(5)).mkdir()  # without a manifest it is no checkpoint
     assert json.loads(prl("export", "first", "out", "--json").stdout)["step"] == 3
-    assert json.loads((project / "out" / "config.json").read_text()) == {"step": 3}
+    assert json.loads((project / "out" / "config.json").read_text()) == {"step": 3, "dtype": "", "adapter": False}
+    assert prl("export", "first", "low", "--dtype", "bfloat16", "--adapter").exit_code == 0
+    asked = json.loads((project / "low" / "config.json").read_text())
+    assert asked == {"step": 3, "dtype": "bfloat16", "adapter": True}
+    assert prl("export", "first", "none", "--dtype", "int3").exit_code == 2
     assert prl("export", "first", "out").exit_code == 2  # it is in use
     assert prl("export", "first", "other", "--step", "5").exit_code == 2
+
+
+def complete(run: RunDir, step: int) -> None:
+    """A checkpoint of two parts, with a manifest that is right."""
+    checkpoints = Checkpoints(run)
+    draft = checkpoints.begin(step)
+    (draft / "trainer").mkdir()
+    (draft / "trainer" / "weights").write_text("trained")
+    parts = {"trainer": {"weights": sha256_file(draft / "trainer" / "weights")}}
+    parts["controller"] = checkpoints.write_part(step, "controller", {"state": b"as it was"})
+    checkpoints.commit(step, parts, {"incarnation": 2})
+
+
+def test_import_replaces_the_trainers_part_and_keeps_what_was_there(project: Path, first: RunDir, prl: Any) -> None:
+    prl("run", "run.toml")
+    for step in (1, 2, 3):
+        complete(first, step)
+    refused = prl("import", "other", "first")
+    assert refused.exit_code == 1 and "'w' is [2] there, [3] in the run" in refused.stderr
+    assert Checkpoints(first).latest()[0].step == 3 and not list(first.checkpoints.glob("*.tmp"))
+    told = json.loads(prl("import", "somewhere", "first", "--step", "2", "--json").stdout)
+    assert told["step"] == 2
+    found, warnings = Checkpoints(first).latest()
+    assert found is not None and (found.step, warnings) == (2, [])
+    assert found.manifest.facts == {"incarnation": 2}
+    assert (found.part("trainer") / "weights").read_text() == "somewhere"
+    assert (found.part("controller") / "state").read_bytes() == b"as it was"
+    assert sorted(path.name for path in Path(told["replaced"]).iterdir()) == ["step_000002", "step_000003"]
+    assert (Path(told["replaced"]) / "step_000002" / "trainer" / "weights").read_text() == "trained"
+    assert prl("import", "somewhere", "first", "--step", "7").exit_code == 2
 
 
 SFT = """

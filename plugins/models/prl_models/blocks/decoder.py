@@ -191,8 +191,9 @@ class Decoder(nn.Module):
     @contextmanager
     def stored(self) -> Iterator[Callable[[str], Tensor]]:
         assert self._files is not None, "its values were filled in"
+        shapes = {name: tensor.shape for name, tensor in self.state_dict().items()}
         with self._files.reading() as read:
-            yield lambda name: from_disk(name, self.get_parameter(name).shape, self.rules, read)
+            yield lambda name: from_disk(name, shapes[name], self.rules, read)
 
     def disk_tensors(self, gather: Gather) -> Iterator[tuple[str, Tensor]]:
         for name, whole in merged(self, gather):

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from prl.errors import StoreError
+from prl_models.shards import Entry, ShardWriter
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 SHARD_BYTES = 5_000_000_000
@@ -29,56 +30,69 @@ def export_hf(
     Raises:
         StoreError: `out` exists and is not empty, or cannot be written.
     """
-    out = Path(out)
+    with new_folder(Path(out)) as work:
+        dtype = _write_weights(tensors.items() if isinstance(tensors, Mapping) else tensors, work)
+        _copy_rest(source, work)
+        _set_dtype(work / "config.json", dtype)
+    return Path(out)
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """A folder to write into, which gets the name `out` when the block ends well, and is removed otherwise.
+
+    Raises:
+        StoreError: `out` exists and is not empty, or cannot be written.
+    """
     if out.exists() and any(out.iterdir()):
         raise StoreError(f"{out} is not empty: choose a new folder, or remove it")
     work = out.with_name(f".{out.name}.partial-{os.getpid()}")
     try:
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
-        pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
-        dtype = _write_weights(((name, tensor.detach().cpu().contiguous()) for name, tensor in pairs), work)
-        _copy_rest(source, work)
-        _set_dtype(work / "config.json", dtype)
+        yield work
         if out.exists():
             out.rmdir()
         work.rename(out)
     except OSError as error:
-        shutil.rmtree(work, ignore_errors=True)
         raise StoreError(f"the model cannot be written to {out}: {error}") from error
-    return out
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
 
 
 def _write_weights(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> torch.dtype:
-    """One file, or shards of at most `SHARD_BYTES` with an index. Returns the dtype of the first tensor."""
-    shards: list[list[str]] = []
-    shard: dict[str, Tensor] = {}
-    size = total = 0
-    dtype = torch.float32
-
-    def flush() -> None:
-        save_file(shard, folder / f"part-{len(shards)}", metadata={"format": "pt"})
-        shards.append(list(shard))
-
-    for index, (name, tensor) in enumerate(tensors):
-        dtype = tensor.dtype if index == 0 else dtype
-        if shard and size + tensor.nbytes > SHARD_BYTES:
-            flush()
-            shard, size = {}, 0
-        shard[name] = tensor
-        size += tensor.nbytes
-        total += tensor.nbytes
-    flush()
+    """One file, or shards of at most `SHARD_BYTES` (a larger tensor has one alone) with an index. One tensor is in
+    memory at a time. Returns the dtype of the first."""
+    shards: list[list[Entry]] = []
+    shard: ShardWriter | None = None
+    try:
+        for name, tensor in tensors:
+            if shard is None or not _has_room(shard, name, tensor):
+                if shard is not None:
+                    shard.close()
+                shard = ShardWriter(folder / f"part-{len(shards)}", {"format": "pt"})
+                shards.append(shard.entries)
+            shard.add(name, tensor)
+    finally:
+        if shard is not None:
+            shard.close()
+    assert shards, "a model without tensors"
+    dtype = shards[0][0].dtype
     if len(shards) == 1:
         (folder / "part-0").rename(folder / "model.safetensors")
         return dtype
     names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     for i, name in enumerate(names):
         (folder / f"part-{i}").rename(folder / name)
-    where = {tensor: name for tensors_of, name in zip(shards, names, strict=True) for tensor in tensors_of}
+    where = {entry.name: name for entries, name in zip(shards, names, strict=True) for entry in entries}
+    total = sum(entry.num_bytes for entries in shards for entry in entries)
     index_file = {"metadata": {"total_size": total}, "weight_map": where}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index_file, indent=2))
     return dtype
+
+
+def _has_room(shard: ShardWriter, name: str, tensor: Tensor) -> bool:
+    return not shard.entries or (shard.size + tensor.nbytes <= SHARD_BYTES and shard.fits(name))
 
 
 def _copy_rest(source: Path | str, folder: Path) -> None:

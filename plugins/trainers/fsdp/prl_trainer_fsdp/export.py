@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,38 +11,86 @@ import torch
 from torch import Tensor, nn
 
 from prl.config.schema import ModelTable
+from prl.errors import UsageError
 from prl.rundir import RunDir
-from prl_models.hf.export import export_hf
+from prl_models.hf.export import export_hf, new_folder
 from prl_models.provider import load_model
+from prl_models.shards import ShardWriter
 from prl_trainer_fsdp.assembly import skeleton_options
-from prl_trainer_fsdp.checkpoint import Reader, compare_model, read_index
+from prl_trainer_fsdp.checkpoint import Index, Reader, compare_model, read_index
 from prl_trainer_fsdp.checkpoint.format import BUFFER, PARAMETER
-from prl_trainer_fsdp.config import FsdpConfig
+from prl_trainer_fsdp.config import FsdpConfig, LoraTable
 from prl_trainer_fsdp.learner import disk_tensors
 
+ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+PEFT_PREFIX = "base_model.model."
 
-def export(run_dir: RunDir, step: int, table: ModelTable, config: FsdpConfig, out: Path) -> None:
-    """Write the weights of a checkpoint in the dtype the run computed with. All else comes from the original model.
+
+def export(
+    run_dir: RunDir, step: int, table: ModelTable, config: FsdpConfig, out: Path, dtype: str, adapter: bool
+) -> None:
+    """Write the weights of a checkpoint, adapters merged; all else comes from the original model.
+
+    Args:
+        dtype: of the weights; "" for that which the run computed with, and float32 for adapters alone.
+        adapter: write the adapters alone, in the format of PEFT.
 
     Raises:
+        UsageError: adapters alone are asked for, and there are none.
         StoreError: the checkpoint is damaged or of another model, or `out` cannot be written.
     """
+    if adapter and config.lora is None:
+        raise UsageError("the run has no adapters: it trained the whole model. Export it without --adapter")
     model: Any = load_model(table.path, table.impl, skeleton_options(table, config))
     index = read_index(run_dir.checkpoint(step) / "trainer")
     compare_model(index, model)
     index.verify()
+    if adapter and config.lora is not None:
+        _export_adapter(index, config.lora, table.path, getattr(torch, dtype or "float32"), out)
+    else:
+        export_hf(_whole(index, model, dtype or table.dtype), table.path, out)
+
+
+def _whole(index: Index, model: Any, dtype: str) -> Iterator[tuple[str, Tensor]]:
+    """(name on disk, tensor) of the whole model."""
     names = stand_ins(model)
     with Reader(index) as reader, model.stored() as stored:
 
         def value(tensor: Tensor) -> Tensor:
-            name = names[tensor.data_ptr()]
-            short = name.removeprefix("hf.")
+            name = names[tensor.data_ptr()].removeprefix("hf.")
             for kind in (PARAMETER, BUFFER):
-                if short in index.of(kind):
-                    return reader.whole(kind, short)
-            return stored(short).to(tensor.dtype)  # beside adapters the model is as it was
+                if name in index.of(kind):
+                    return reader.whole(kind, name)
+            return stored(name).to(tensor.dtype)  # beside adapters the model is as it was
 
-        export_hf(disk_tensors(model, table.dtype, value), table.path, out)
+        yield from disk_tensors(model, dtype, value)
+
+
+def _export_adapter(index: Index, lora: LoraTable, base: str, dtype: torch.dtype, out: Path) -> None:
+    """As PEFT's `save_pretrained` does: `PeftModel.from_pretrained(model, out)` loads it."""
+    described = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "target_modules": sorted(lora.targets),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    with Reader(index) as reader, new_folder(out) as work:
+        shard = ShardWriter(work / ADAPTER_WEIGHTS, {"format": "pt"})
+        for name in sorted(index.of(PARAMETER)):
+            shard.add(peft_name(name), reader.whole(PARAMETER, name).to(dtype))
+        shard.close()
+        (work / ADAPTER_CONFIG).write_text(json.dumps(described, indent=2) + "\n")
+
+
+def peft_name(name: str) -> str:
+    """PEFT's name of an adapter: "model.layers.0.mlp.up_proj.lora_A" is a layer there, with a weight."""
+    return f"{PEFT_PREFIX}{name}.weight"
 
 
 def stand_ins(model: nn.Module) -> dict[int, str]:

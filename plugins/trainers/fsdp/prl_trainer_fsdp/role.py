@@ -32,16 +32,25 @@ class FsdpPlugin:
             resources=Resources(gpus=gpus, threads=config.trainer.threads),
         )
 
-    def export(self, run_dir: RunDir, step: int, out: Path) -> None:
+    def export(self, run_dir: RunDir, step: int, out: Path, *, dtype: str = "", adapter: bool = False) -> None:
         """A checkpoint as a Hugging Face folder. Imports torch: see `prl.protocols.TrainerPlugin`."""
         from prl_trainer_fsdp.export import export
 
-        table = ModelTable.model_validate(json.loads(run_dir.config.read_bytes())["model"])
-        export(run_dir, step, table, self.config, out)
+        export(run_dir, step, _model(run_dir), self.config, out, dtype, adapter)
+
+    def import_weights(self, run_dir: RunDir, step: int, source: str, out: Path) -> dict[str, str]:
+        """A Hugging Face folder as this trainer's part of a checkpoint. Imports torch."""
+        from prl_trainer_fsdp.importing import import_weights
+
+        return import_weights(run_dir.checkpoint(step) / "trainer", _model(run_dir), self.config, source, out)
 
     def bench(self, config: BenchConfig, request: Path) -> tuple[str, ...]:
         """argv of `prl_trainer_fsdp.bench`, in as many ranks as a run would have."""
         return command(config.trainer.processes, "prl_trainer_fsdp.bench", str(request))
+
+
+def _model(run_dir: RunDir) -> ModelTable:
+    return ModelTable.model_validate(json.loads(run_dir.config.read_bytes())["model"])
 
 
 def command(processes: int, module: str, *arguments: str) -> tuple[str, ...]:

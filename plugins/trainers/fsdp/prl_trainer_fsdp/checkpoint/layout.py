@@ -65,7 +65,8 @@ def _runs(tensor: DTensor, dim: int) -> list[tuple[int, int, int]]:
     indices = distribute_tensor(torch.arange(tensor.shape[dim]), tensor.device_mesh, placements, src_data_rank=None)
     mine = indices.to_local().tolist()
     cuts = [i for i in range(len(mine)) if i == 0 or mine[i] != mine[i - 1] + 1]
-    return [(mine[a], a, b - a) for a, b in zip(cuts, [*cuts[1:], len(mine)], strict=True)]
+    ends = [*cuts[1:], len(mine)] if cuts else []
+    return [(mine[start], start, end - start) for start, end in zip(cuts, ends, strict=True)]
 
 
 def _only(placement: Placement, dim: int) -> Placement:

@@ -225,10 +225,19 @@ def _write(taken: _Taken, data: memoryview, path: Path) -> dict[str, str]:
     faults.point("trainer.write")
     held = taken.held
     held.bytes, held.sha256 = write_file(path / held.file, taken.entries, [data])
+    return write_documents(path, held, taken.facts)
+
+
+def write_documents(path: Path, held: RankFile, facts: Facts | None) -> dict[str, str]:
+    """The JSON files beside a file that is written. Returns name to sha256 of all three.
+
+    Raises:
+        StoreError: they cannot be written.
+    """
     files = {held.file: held.sha256}
     documents: dict[str, RankFile | Facts] = {f"{Path(held.file).stem}.json": held}
-    if taken.facts is not None:
-        documents[FACTS] = taken.facts
+    if facts is not None:
+        documents[FACTS] = facts
     for name, document in documents.items():
         text = msgspec.json.format(_json(document), indent=1 if name == FACTS else 0)
         atomic_write(path / name, text)
