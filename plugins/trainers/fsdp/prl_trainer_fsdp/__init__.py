@@ -15,7 +15,7 @@ layout.py, mesh.py     which ranks share what: the numbers, and the groups
 parallel.py            devices, process group, sharding
 ranks.py               several processes of one machine as one group
 checkpoint/            safetensors and JSON of every rank, written while training goes on, read on any number of ranks
-export.py              a checkpoint as a Hugging Face folder
+export.py              a checkpoint as a Hugging Face folder; importing.py the way back
 sft/                   supervised runs
 bench.py               a step on synthetic data: bench_data.py its rows, bench_shapes.py and bench_named.py models
                        of random weights, bench_parts.py clocks and profiles
