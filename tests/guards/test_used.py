@@ -12,7 +12,7 @@ import msgspec
 from pydantic import BaseModel
 
 from prl import hookspecs, messages, protocols
-from prl.config import schema
+from prl.config import data, schema
 
 if TYPE_CHECKING:
     from conftest import Distribution
@@ -35,7 +35,7 @@ def text_of_code(distributions: list[Distribution], root: Path) -> str:
 
 
 def tables() -> Iterator[type[BaseModel]]:
-    for found in vars(schema).values():
+    for found in {**vars(schema), **vars(data)}.values():
         if isinstance(found, type) and issubclass(found, schema.Table | schema.PluginTable):
             yield found
 

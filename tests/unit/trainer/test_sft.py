@@ -83,6 +83,13 @@ def test_stopping_and_resuming_changes_nothing(
     assert metrics(parts) == metrics(whole)[1:]
     assert (parts.path / WEIGHTS).read_bytes() == (whole.path / WEIGHTS).read_bytes()
     assert [event["step"] for event in events(parts, "resumed")] == [after]
+    told = json.loads(parts.summary.read_text())
+    assert main(str(parts.path)) == 0, "nothing is left to do"
+    again = json.loads(parts.summary.read_text())
+    assert [again[key] for key in ("loss", "eval_loss", "steps")] == [
+        told[key] for key in ("loss", "eval_loss", "steps")
+    ]
+    assert (told["resumed_at"], again["resumed_at"]) == (after, 6)
 
 
 def test_several_ranks_train_the_same_and_take_over_what_one_began(folder: Path, tmp_path: Path) -> None:

@@ -41,6 +41,9 @@ def contents(found: Source) -> list[str]:
     ("row", "what"),
     [
         ("{", "it is no JSON"),
+        ("[", r"it is no JSON: .*an array over several lines\?"),
+        ("[" * 3000, "it is no JSON: maximum recursion"),
+        ('{"prompt": "\\ud800", "completion": "a"}', "it is no JSON"),
         ('"text"', "it is 'text', not a table"),
         ({"text": "a"}, "it has 'text'; expected 'messages', or 'prompt' and 'completion'"),
         ({"prompt": "a"}, "it has 'prompt'; expected"),
@@ -63,6 +66,20 @@ def test_a_wrong_line_is_named_and_may_be_left_out(tmp_path: Path, row: Any, wha
         source(path)
     found = source(path, skip=True)
     assert (len(found), found.skipped, found.place(1)) == (2, 1, f"{path}:4")
+
+
+def test_a_file_that_changes_under_a_run_is_told(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "data.jsonl", [GOOD, GOOD])
+    found = source(path)
+    write_jsonl(tmp_path / "data.jsonl", [{"messages": turns("aa", "b")}, GOOD])
+    with pytest.raises(BadRow, match="it is no JSON"):
+        found.record(1)
+
+
+def test_a_byte_order_mark_is_no_content(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + (json.dumps(GOOD) + "\r\n").encode() * 2)
+    assert contents(source(str(path))) == ["b", "b"]
 
 
 def test_every_bad_row_counts_and_the_first_are_named(tmp_path: Path) -> None:

@@ -67,6 +67,8 @@ class SftRun:
         self.writer = StoreWriter(run_dir, rollouts=False) if self.runtime.is_leader else None
         self._told_of = 0
         self._left_out = Counter({"bad_row": self._feed.bad_rows} if self._feed.bad_rows else {})
+        self._last: dict[str, float] = {}
+        self._resumed_at = resumed.step if resumed else None
         self._held_out: Part | None = None
         self._first_eval: float | None = None
         mine, ranks = self.runtime.data_rank, self.runtime.layout.data_ranks
@@ -85,7 +87,6 @@ class SftRun:
         self._started = self._told = time.time()
         self._saved = self.learner.steps if resumed else -1
         self._blocked = 0.0
-        self._last: dict[str, float] = {}
         self._stop = False
 
     def run(self) -> None:
@@ -123,6 +124,7 @@ class SftRun:
                 "outcome": outcome,
                 "reason": reason,
                 "steps": self.learner.steps,
+                "resumed_at": self._resumed_at,
                 "seconds": round(time.time() - self._started, 3),
                 "epochs": round(self._feed.order.epoch(self.learner.steps), 6),
                 "loss": self._last.get("train/loss"),
@@ -185,7 +187,9 @@ class SftRun:
         if self._first_eval is None:
             self._first_eval = loss
         perplexity = math.exp(min(loss, LARGEST_EXPONENT))
-        return {"eval/loss": loss, "eval/perplexity": perplexity, "time/eval": time.perf_counter() - began}
+        missing = {f"eval/{reason}": float(count) for reason, count in part.left_out.items()}
+        took = time.perf_counter() - began
+        return {"eval/loss": loss, "eval/perplexity": perplexity, "time/eval": took, **missing}
 
     def _shared(self, prepare: Callable[[], Part]) -> Part:
         """Of the ranks that share rows only the first prepares them."""
@@ -230,6 +234,7 @@ class SftRun:
             "step": step,
             "left_out": dict(self._left_out),
             "eval_loss_first": self._first_eval,
+            "last": {name: value for name, value in self._last.items() if name.endswith("/loss")},
             "rows": self._feed.sizes,
         }
 
@@ -237,6 +242,7 @@ class SftRun:
         facts = load(self.learner, path)
         self._left_out = Counter(facts.get("left_out", {}))
         self._first_eval = facts.get("eval_loss_first")
+        self._last.update(facts.get("last", {}))
         if facts.get("rows", self._feed.sizes) != self._feed.sizes:
             warnings = [*warnings, f"the data had {facts['rows']} rows, now {self._feed.sizes}: other examples follow"]
         for warning in warnings:

@@ -8,7 +8,6 @@ rows when they are read.
 from __future__ import annotations
 
 import logging
-import mmap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ log = logging.getLogger(__name__)
 
 NAMED = 5
 """Bad rows that an error names; the others are counted."""
+BOM = b"\xef\xbb\xbf"
 LINE_FILES = (".jsonl", ".json", ".ndjson")
 
 
@@ -110,43 +110,41 @@ def open_reader(table: SftSourceTable) -> JsonLines | tables.Parquet | tables.Da
 
 
 class JsonLines:
-    """A JSONL file, read through the system's page cache: every worker shares it.
+    """A JSONL file. Its lines stay there: every worker reads them through the system's page cache.
 
     Raises:
         ConfigError: it cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
         self._decode = msgspec.json.Decoder().decode
         try:
-            with path.open("rb") as file:
-                size = file.seek(0, 2)
-                self._bytes: Any = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+            self._file = path.open("rb")
+            self._start = len(BOM) if self._file.read(len(BOM)) == BOM else 0
         except OSError as error:
             raise ConfigError([f"data: {path} cannot be read: {error.strerror}"]) from error
 
     def rows(self) -> Iterator[Row]:
-        start, number = 0, 0
-        while start < len(self._bytes):
-            number += 1
-            end = self._end(start)
-            if self._bytes[start:end].strip():
-                yield Row(number, start, self._decoded(start, end))
-            start = end + 1
+        at = self._file.seek(self._start)
+        for number, line in enumerate(self._file, 1):
+            if line.strip():
+                yield Row(number, at, self._decoded(line))
+            at += len(line)
 
     def read(self, at: int) -> Any:
-        return self._decode(self._bytes[at : self._end(at)])
+        """Raises: BadRow: the file has changed since it was checked."""
+        self._file.seek(at)
+        value = self._decoded(self._file.readline())
+        if isinstance(value, BadRow):
+            raise value
+        return value
 
-    def _end(self, start: int) -> int:
-        found = self._bytes.find(b"\n", start)
-        return found if found >= 0 else len(self._bytes)
-
-    def _decoded(self, start: int, end: int) -> Any:
+    def _decoded(self, line: bytes) -> Any:
         try:
-            return self._decode(self._bytes[start:end])
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            return BadRow(f"it is no JSON: {error}")
+            return self._decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            hint = " (an array over several lines? A JSONL file has one table a line)" if line[:1] == b"[" else ""
+            return BadRow(f"it is no JSON: {error}{hint}")
 
 
 def open_sources(
