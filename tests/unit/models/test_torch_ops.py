@@ -76,8 +76,10 @@ def test_swiglu() -> None:
     assert torch.autograd.gradcheck(OPS.swiglu, (gate_up,))
 
 
+@pytest.mark.parametrize("in_one", [True, False], ids=["joined, as on a GPU", "apart, as on a CPU"])
 @pytest.mark.parametrize("bias", [True, False])
-def test_products_side_by_side(bias: bool) -> None:
+def test_products_side_by_side(bias: bool, in_one: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prl_models.blocks.linear._in_one", lambda x: in_one)
     torch.manual_seed(0)
     layers = [nn.Linear(5, size, bias=bias, dtype=torch.float64) for size in (4, 2, 3)]
     x = double(6, 5, seed=0)

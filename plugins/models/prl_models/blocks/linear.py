@@ -47,7 +47,7 @@ class _Products(torch.autograd.Function):
         ctx.save_for_backward(x, *weights)
         ctx.bias_dtypes = [bias.dtype for bias in biases]
         cast = [bias.to(x.dtype) for bias in biases]
-        if x.is_cuda or count == 1:
+        if count == 1 or _in_one(x):
             return F.linear(x, joined(weights, x.dtype), torch.cat(cast) if cast else None)
         rows = [len(weight) for weight in weights]
         out = x.new_empty(x.shape[0], sum(rows))
@@ -68,7 +68,7 @@ class _Products(torch.autograd.Function):
         parts = grad.split(rows, dim=1)
         grad_x = _grad_input(grad, parts, weights) if needs_x else None
         grad_weights: list[Tensor | None]
-        if grad.is_cuda and all(needs_weight):
+        if _in_one(grad) and all(needs_weight):
             grad_weights = list(_product(grad.t(), x, weights[0].dtype).split(rows))
         else:
             trios = zip(needs_weight, parts, weights, strict=True)
@@ -77,8 +77,12 @@ class _Products(torch.autograd.Function):
         return grad_x, None, *grad_weights, *grad_biases
 
 
+def _in_one(x: Tensor) -> bool:
+    return x.is_cuda
+
+
 def _grad_input(grad: Tensor, parts: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-    if grad.is_cuda or len(weights) == 1:
+    if len(weights) == 1 or _in_one(grad):
         return grad @ joined(weights, grad.dtype)
     out = parts[0] @ weights[0].to(grad.dtype)
     for part, weight in zip(parts[1:], weights[1:], strict=True):

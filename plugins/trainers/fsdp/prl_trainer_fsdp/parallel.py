@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import sys
 from collections.abc import Mapping
@@ -93,6 +94,8 @@ def start(config: Configuration, environ: Mapping[str, str] = os.environ) -> Run
         keep_memory()
     if world == 1:
         return Runtime(rank, world, device)
+    if rank > 0:  # which code and kernels a model took is said once, by the first rank
+        logging.getLogger("prl_models").setLevel(logging.WARNING)
     place = f"file://{environ[MEETING_PLACE]}" if MEETING_PLACE in environ else "env://"
     bound = {"device_id": device} if device.type == "cuda" else {}
     dist.init_process_group(_backend(device), init_method=place, rank=rank, world_size=world, **bound)
