@@ -107,6 +107,7 @@ def main() -> None:
     # Tokenizers need no torch, and importing it would take 3 s and 250 MB of each worker.
     sys.modules["torch"] = None  # type: ignore[assignment]
     os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # as many cores as there are workers
     stdin, stdout = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever a library prints must not be taken for a message
     requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
