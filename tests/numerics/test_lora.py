@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prl.testing.numerics import assert_parity
+from prl_models.blocks.head import logprobs_and_entropy
 from prl_models.blocks.linear import fused_linear, linear
 from prl_models.blocks.lora import Lora, LoraLinear, merged
 
@@ -99,3 +100,22 @@ def test_bfloat16_sums_in_float32_before_it_rounds() -> None:
     exact = written_out(x.double(), [rounded], adapters)
     error = (out.double() - exact).abs().max() / exact.abs().max()
     assert out.dtype == torch.bfloat16 and error < 2e-2
+
+
+@pytest.mark.parametrize("chunk", [0, 4])
+def test_a_frozen_head_computes_no_gradient_of_its_weight(chunk: int) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(8, 16, requires_grad=True), torch.randn(32, 16)
+    targets, ones = torch.arange(8), torch.ones(8)
+    found, product = {}, 2 * 8 * 16 * 32
+    for trained in (True, False):
+        hidden.grad = None
+        logprobs, entropy = logprobs_and_entropy(hidden, weight.requires_grad_(trained), targets, ones, chunk)
+        with FlopCounterMode(display=False) as counter:
+            (logprobs.sum() + entropy.sum()).backward()
+        assert hidden.grad is not None
+        found[trained] = (counter.get_total_flops(), hidden.grad)
+    assert found[True][0] - found[False][0] == product
+    assert torch.equal(found[True][1], found[False][1])

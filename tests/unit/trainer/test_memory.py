@@ -309,6 +309,7 @@ def test_the_state_on_the_host_lowers_the_peak_of_a_gpu(kind: str, monkeypatch: 
         step()
         torch.cuda.synchronize()
         found.append((torch.cuda.memory_allocated() - before, nn.Sequential(*layers).state_dict()))
+        del layers, step
     state = 24 * 2048 * 1024 * 4 * (2 if kind == "adamw" else 1)
     assert found[0][0] - found[1][0] > 0.95 * state
     assert_same_bits(found[0][1], found[1][1])

@@ -31,7 +31,7 @@ BUCKET = 1 << 26
 
 @dataclass(frozen=True)
 class _Part:
-    """A parameter, and its local part as an optimiser sees it."""
+    """A parameter, and its local part as an optimiser sees it; the parameter itself where it is not sharded."""
 
     name: str
     parameter: nn.Parameter
@@ -58,7 +58,11 @@ class Optimizer:
     def __init__(
         self, config: FsdpConfig, parameters: Iterable[tuple[str, nn.Parameter]], blocks: Sequence[nn.Module] = ()
     ) -> None:
-        parts = [_Part(name, p, _local(p).detach()) for name, p in parameters if p.requires_grad]
+        parts = [
+            _Part(name, p, _local(p).detach() if isinstance(p, DTensor) else p)
+            for name, p in parameters
+            if p.requires_grad
+        ]
         inner = {id(p) for block in blocks for p in block.parameters()}
         muon = config.optimizer == "muon"
         matrices = [part for part in parts if muon and part.parameter.ndim >= 2 and id(part.parameter) in inner]
@@ -69,17 +73,17 @@ class Optimizer:
 
     def step(self, rate: float) -> None:
         """Update every parameter that has a gradient, at this learning rate."""
+        sharded = [part for unit in self._units for part in unit.parts if part.local is not part.parameter]
+        for part in sharded:
+            gradient = part.parameter.grad
+            part.local.data = _local(part.parameter).detach()
+            part.local.grad = None if gradient is None else _local(gradient)
         for unit in self._units:
-            for part in unit.parts:
-                gradient = part.parameter.grad
-                part.local.data = _local(part.parameter).detach()
-                part.local.grad = None if gradient is None else _local(gradient)
             for group in unit.optimizer.param_groups:
                 group["lr"] = rate
         step_all([(unit.optimizer, unit.host) for unit in self._units])
-        for unit in self._units:
-            for part in unit.parts:
-                part.local.grad = None
+        for part in sharded:
+            part.local.grad = None
 
     def zero_grad(self) -> None:
         for unit in self._units:
