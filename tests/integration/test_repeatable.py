@@ -80,6 +80,21 @@ def test_a_kill_at_a_random_moment_and_a_resume_change_nothing(project: Project,
     assert_same(run, synchronous, f"killed {role} {pause:.3f} s after step {step}")
 
 
+@pytest.mark.slow
+def test_a_kill_while_a_checkpoint_is_written_changes_nothing(project: Project, synchronous: Run) -> None:
+    """Training has gone on from the snapshot; the checkpoint was never completed, so the run begins before it."""
+    slow = '[[faults]]\nrole = "trainer"\npoint = "trainer.write"\naction = "delay"\nprobability = 1.0\nseconds = 2.0\n'
+    run = project.run(more=slow)
+    with run.going() as process:
+        run.wait_for_step(3, process)
+        assert run.steps_saved() == [], "the step after the snapshot has waited for the disk"
+        run.kill("controller-0")
+        assert process.wait(timeout=120) == 1
+    run.complete("--resume")
+    assert_same(run, synchronous)
+    assert [row for row in run.metrics() if "time/checkpoint" in row], "nobody said how long the trainer stood still"
+
+
 def test_nothing_of_a_killed_run_survives(project: Project) -> None:
     run = project.run(steps=1000)
     with run.going() as process:

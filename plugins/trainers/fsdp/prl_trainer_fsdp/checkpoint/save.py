@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -33,6 +34,8 @@ from prl_trainer_fsdp.checkpoint.format import (
 from prl_trainer_fsdp.checkpoint.layout import Owners, boxes, local
 from prl_trainer_fsdp.learner import Learner
 from prl_trainer_fsdp.parallel import Runtime
+
+log = logging.getLogger(__name__)
 
 _json = msgspec.json.Encoder(order="sorted").encode
 
@@ -82,6 +85,7 @@ class Saver:
         started = time.perf_counter()
         learner, runtime = self._learner, self._learner.runtime
         with self._writing:
+            _synchronise(runtime)  # offloaded state may still be on its way to the host
             # Larger elements first, so that each begins at a multiple of its size: the file has no gaps.
             copies = sorted(_copies(learner), key=lambda copy: -copy.source.element_size())
             entries = [Entry(copy.piece.key, copy.source.dtype, copy.piece.shape) for copy in copies]
@@ -91,8 +95,7 @@ class Saver:
                 target = self._buffer[at : at + entry.num_bytes].view(entry.dtype).view(entry.shape)
                 target.copy_(copy.source.detach(), non_blocking=True)
                 at += entry.num_bytes
-            if runtime.device.type == "cuda":
-                torch.cuda.synchronize(runtime.device)
+            _synchronise(runtime)
             held = RankFile(f"{rank_name(runtime.rank)}.safetensors", 0, "", _described(copies), _random(runtime))
             whole = Facts(runtime.world, learner.steps, dict(facts)) if runtime.is_leader else None
             self._taken = _Taken(entries, held, whole)
@@ -156,7 +159,7 @@ class Saver:
             return
         _unpin(self._buffer)
         self._buffer = torch.empty(size, dtype=torch.uint8)
-        if self._learner.runtime.device.type == "cuda":
+        if size and self._learner.runtime.device.type == "cuda":
             _pin(self._buffer)
 
 
@@ -271,14 +274,20 @@ def _gathered(files: Mapping[str, str], runtime: Runtime) -> dict[str, str]:
     return merged
 
 
+def _synchronise(runtime: Runtime) -> None:
+    if runtime.device.type == "cuda":
+        torch.cuda.synchronize(runtime.device)
+
+
 def _pin(buffer: Tensor) -> None:
     """Lock the pages of ordinary memory: torch's own pinned allocator rounds sizes up to powers of two."""
-    if buffer.numel():
-        cudart: Any = torch.cuda.cudart()
-        torch.cuda.check_error(int(cudart.cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)))
+    cudart: Any = torch.cuda.cudart()
+    code = int(cudart.cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0))
+    if code:
+        log.warning("%d bytes for snapshots cannot be page-locked (CUDA error %d): slower copies", buffer.numel(), code)
 
 
 def _unpin(buffer: Tensor) -> None:
     if buffer.numel() and buffer.is_pinned():
         cudart: Any = torch.cuda.cudart()
-        torch.cuda.check_error(int(cudart.cudaHostUnregister(buffer.data_ptr())))
+        cudart.cudaHostUnregister(buffer.data_ptr())
