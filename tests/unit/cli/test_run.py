@@ -317,3 +317,17 @@ def test_a_run_that_another_role_ended_is_a_failed_one(first: RunDir, prl: Any) 
     first.summary.write_text('{"outcome": "completed"}')
     note_failure(first, "too late")
     assert runs.read_json(first.summary) == {"outcome": "completed"}
+
+
+def test_a_supervised_summary_shows_where_the_held_out_loss_came_from(tmp_path: Path) -> None:
+    summary = {
+        "outcome": "completed",
+        "steps": 9,
+        "seconds": 3.0,
+        "loss": 0.5,
+        "eval_loss_first": 5.0,
+        "eval_loss": 0.75,
+        "left_out": {"bad_row": 2, "too_long": 1},
+    }
+    told = " ".join("\n".join(lines(RunDir(tmp_path), summary)).split())
+    assert "loss 0.500 held-out 5.000 -> 0.750 left out 2 bad_row, 1 too_long" in told
