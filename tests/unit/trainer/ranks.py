@@ -40,7 +40,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16", "lr": 1e-3},
     "hsdp-ring": {"dp_replicate": 2, "cp": 2, "cp_style": "ring"},
 }
-SETTINGS = {"lr": 3e-3, "schedule": "linear", "decay_steps": 10, "weight_decay": 0.1}
+SETTINGS = {"lr": 3e-3, "eps": 1e-5, "schedule": "linear", "decay_steps": 10, "weight_decay": 0.1}
 PROBES = [[5, 9, 3, 7], [4, 4, 8], [1, 30, 2, 17, 11]]
 
 
@@ -114,6 +114,9 @@ def laid_out(first: Runtime, name: str) -> Runtime:
 def train(runtime: Runtime, model: Path, name: str, folder: Path, *, resume: bool) -> None:
     config = configured(model, name, runtime.world)
     trainer = Trainer(config, folder, runtime)
+    for parameter in trainer.learner.model.parameters():  # no rank holds more than its part, padded to equal parts
+        part = -(-parameter.shape[0] // runtime.layout.shards) * parameter[0].numel()
+        assert parameter.to_local().untyped_storage().nbytes() <= 4 * part, parameter.shape
     reports = []
     for step in STEPS:
         if resume and step == STEPS[-1]:

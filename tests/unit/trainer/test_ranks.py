@@ -26,6 +26,8 @@ from .helpers import CPU, run_ranks, state
 from .ranks import STEPS, configured, dealt, facts
 
 TOLERANCE = 5e-6
+OTHERS = {"lora": 2e-5, "bfloat16": 0.02}
+"""B of an adapter starts at 0: its size is what five steps of Adam made of gradients that differ by 1e-7."""
 SCRIPT = Path(__file__).with_name("ranks.py")
 
 Result = tuple[dict[str, torch.Tensor], dict[str, Any]]
@@ -41,7 +43,7 @@ def single(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
         reports = [trainer.train(dealt(step, 1)[0]).metrics for step in STEPS]
         return state(trainer), facts(trainer, reports)
 
-    return lambda name: trained(name if name in ("lora", "bfloat16") else "fsdp")
+    return lambda name: trained(name if name in OTHERS else "fsdp")
 
 
 def assert_equal(single: Result, folder: Path, tolerance: float = TOLERANCE) -> None:
@@ -82,7 +84,7 @@ def test_two_nodes_of_one_rank_equal_one_process(model: Path, tmp_path: Path, si
                 node.wait()
     assert [node.returncode for node in nodes] == [0, 0], "\n".join(text[-6000:] for text in said)
     for name in names:
-        assert_equal(single(name), tmp_path / name, 0.02 if name == "bfloat16" else TOLERANCE)
+        assert_equal(single(name), tmp_path / name, OTHERS.get(name, TOLERANCE))
     # A checkpoint of several ranks continues there to the bit, and in one process.
     assert_same_bits(load_file(tmp_path / "fsdp/weights.safetensors"), load_file(tmp_path / "fsdp/resumed.safetensors"))
     alone = Trainer(configured(model, "fsdp", 1), tmp_path / "alone", CPU)
