@@ -221,7 +221,7 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--layouts", type=words, default=list(LAYOUTS), help="whose parity is checked")
     parser.add_argument("--dtypes", type=words, default=["bfloat16", "float32"])
-    parser.add_argument("--documents", type=numbers, default=[1500, 548, 2048], help="of a row, for parity")
+    parser.add_argument("--documents", type=numbers, default=[1500, 700, 1896], help="of a row, for parity")
     parser.add_argument("--scaling", type=words, default=["fsdp"], help="layouts that are timed")
     parser.add_argument("--scaling-documents", type=numbers, help="instead of one of 16,384, or 65,536 where shared")
     parser.add_argument("--steps", type=int, default=5)
