@@ -98,7 +98,7 @@ def test_a_gateway_or_trainer_that_dies_ends_the_run_and_a_resume_repeats_nothin
         # Of every checkpoint: begin, the controller's part, the manifest.
         ("controller", "checkpoint.write", 5),
         ("controller", "store.write", 25),
-        ("trainer", "trainer.checkpoint", 2),
+        ("trainer", "trainer.write", 2),
         ("trainer", "channel.send", 5),
     ],
 )

@@ -122,10 +122,10 @@ class Report:
         return document
 
     def _bottleneck(self, state: LoopState) -> str:
-        """One phrase: whom the trainer, or else the generation, waits for."""
-        for waiter in ("evaluate", "train", "generate"):
+        """One phrase: whom training, or else saving or generation, waits for."""
+        for waiter in ("evaluate", "train", "save", "generate"):
             wait = state.waits.of(waiter)
-            if wait is not None and wait.owner in ("engine", "trainer", "control", "batch", "publish"):
+            if wait is not None and wait.owner in ("engine", "trainer", "control", "batch", "publish", "save"):
                 return f"{wait.owner}: {wait.reason}"
         return ""
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
+from prl.errors import StoreError
+from prl_trainer_fsdp.checkpoint import Saver
 from prl_trainer_fsdp.parallel import Runtime, start
 from prl_trainer_fsdp.trainer import Trainer
 from tests.unit.trainer.helpers import CPU, run_config
@@ -44,6 +47,7 @@ def main(model: Path, out: Path) -> None:
 
     two = train(trainer("fsdp", first), 1, 2)
     save(two, "a")
+    check_saver(two, out)
     save(train(two, 3), "a3")
     dist.barrier()
     if first.is_leader:
@@ -61,6 +65,24 @@ def main(model: Path, out: Path) -> None:
         passed_on("fsdp", CPU, "s-d-e", "s-d-e-f")
     dist.barrier()
     dist.destroy_process_group()
+
+
+def check_saver(trainer: Trainer, out: Path) -> None:
+    """As a supervised run saves: the leader learns of all files, and all ranks of a failure of one."""
+    saver = Saver(trainer.learner)
+    saver.begin({"step": 2}, out / "supervised")
+    while not saver.written():
+        time.sleep(0.01)
+    files = saver.wait()
+    assert len(files) == (5 if trainer.runtime.is_leader else 2) and not saver.pending, files
+    (out / f"file{trainer.runtime.rank}").write_text("")
+    saver.begin({"step": 2}, out / ("good" if trainer.runtime.is_leader else "file1/bad"))
+    try:
+        saver.wait()
+    except StoreError as error:
+        said = str(error)
+    wanted = "another rank could not write" if trainer.runtime.is_leader else "cannot be written"
+    assert wanted in said, said
 
 
 if __name__ == "__main__":

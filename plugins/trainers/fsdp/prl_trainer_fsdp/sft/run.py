@@ -32,7 +32,7 @@ from prl.process import start_logging
 from prl.rundir import RunDir
 from prl.store import Checkpoints, StoreWriter, rewind
 from prl_models.hf.export import export_hf
-from prl_trainer_fsdp.checkpoint import Saver, load
+from prl_trainer_fsdp.checkpoint import Saver, check, load
 from prl_trainer_fsdp.config import FsdpConfig
 from prl_trainer_fsdp.learner import Learner
 from prl_trainer_fsdp.parallel import max_over_ranks, share_bytes, share_in_row, start
@@ -77,6 +77,8 @@ class SftRun:
         self._feed.start(first, mine, ranks, model_cost(self.config.model.path), ahead=ahead)
         self._event("data", renderer=self._feed.renderer, rows=self._feed.sizes, steps=self._feed.steps)
         try:
+            if resumed is not None:  # another model is refused before memory is taken for this one
+                check(self.config.model, own, resumed.part("trainer"))
             self.learner = Learner(self.config.model, own, self.config.loss.build(), self.runtime)
             self._saver = Saver(self.learner)
             if resumed is not None:
