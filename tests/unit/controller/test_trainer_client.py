@@ -11,14 +11,15 @@ import pytest
 
 from prl.controller.clients import WireTrainer
 from prl.controller.hub import Connection
-from prl.messages import CHECKPOINT, CheckpointReply, TrainBatch, TrainReport
+from prl.messages import CHECKPOINT, NOTHING, SNAPSHOT, CheckpointReply, TrainBatch, TrainReport
 from prl.testing.contracts.trainer import batches
 
 
 class Rank:
     """The far end of a rank: what it was sent, as bytes."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
+        self.number = number
         self.sent: list[bytes] = []
         self.methods: list[str] = []
 
@@ -26,12 +27,14 @@ class Rank:
         self.methods.append(method.name)
         self.sent.append(msgspec.msgpack.encode(request))
         if method is CHECKPOINT:
-            return CheckpointReply({"file": "digest"})
+            return CheckpointReply({f"rank-{self.number}": "digest"})
+        if method is SNAPSHOT:
+            return NOTHING
         return TrainReport(0, 1, 1, {}, 0.0)
 
 
 def connected(places: list[dict[str, Any]]) -> tuple[WireTrainer, list[Rank]]:
-    ranks = [Rank() for _ in places]
+    ranks = [Rank(number) for number in range(len(places))]
     connections = [
         Connection("trainer", replica, rank, "", 0, info)  # type: ignore[arg-type]
         for replica, (rank, info) in enumerate(zip(ranks, places, strict=True))
@@ -60,5 +63,7 @@ def test_bodies_go_to_leaders_alone(places: list[dict[str, Any]], leaders: list[
             batch = msgspec.msgpack.decode(data, type=TrainBatch)
             assert (batch.step, batch.version, batch.updates) == (1, 0, [])
             assert len(data) < 100 < min(len(ranks[leader].sent[0]) for leader in leaders)
-    assert asyncio.run(client.checkpoint(1, Path("/somewhere"))) == {"file": "digest"}
-    assert all(rank.methods == ["train", "checkpoint"] for rank in ranks)
+    asyncio.run(client.snapshot(1))
+    files = asyncio.run(client.checkpoint(1, Path("/somewhere")))
+    assert files == {f"rank-{number}": "digest" for number in range(len(ranks))}, "every rank has written its own"
+    assert all(rank.methods == ["train", "snapshot", "checkpoint"] for rank in ranks)

@@ -222,3 +222,25 @@ def test_what_is_no_model_of_the_run_is_refused_with_the_numbers(run: RunDir, mo
     rewritten(broken, lambda tensors: tensors.update({"model.norm.weight": torch.full((32,), float("nan"))}))
     with pytest.raises(UsageError, match=r"'model\.norm\.weight' has values there that are not finite"):
         own.import_weights(run, 1, str(broken), tmp_path / "part")
+
+
+def test_experts_that_have_other_names_on_disk_make_the_round_trip(tmp_path: Path) -> None:
+    """transformers fuses them in memory: [experts, ...] there, a tensor for each in the file."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "model")
+    run, trainer = make_run(tmp_path / "run", tmp_path / "model", "hf")
+    plugin().export(run, 1, tmp_path / "out")
+    from safetensors.torch import load_file
+
+    names = load_file(tmp_path / "out" / "model.safetensors").keys()
+    assert names == load_file(tmp_path / "model" / "model.safetensors").keys()
+    assert "model.layers.0.mlp.experts.3.down_proj.weight" in names
+    assert_same_bits(loaded(tmp_path / "out"), state(trainer))
+    plugin().import_weights(run, 1, str(tmp_path / "out"), tmp_path / "part")
+    assert_same_bits(trained(tmp_path / "part"), state(trainer))
