@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+TEST_STAMP := $(VENV)/.installed-tests
 PROJECTS := $(wildcard core/pyproject.toml cli/pyproject.toml plugins/*/pyproject.toml plugins/*/*/pyproject.toml)
 PACKAGES := core/prl cli/prl_cli $(wildcard plugins/*/prl_*) $(wildcard plugins/*/*/prl_*)
 PYTEST := $(BIN)/python -m pytest -rs
@@ -37,19 +38,23 @@ $(STAMP): requirements.txt $(PROJECTS)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -r requirements.txt
 	@touch $@
 
-lint: setup
+$(TEST_STAMP): requirements-test.txt $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-test.txt
+	@touch $@
+
+lint: $(TEST_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(PACKAGES)
 	$(BIN)/lint-imports --no-cache
 
-test: setup
+test: $(TEST_STAMP)
 	$(PYTEST) -m "not slow and not gpu" tests
 
-test-slow: setup
+test-slow: $(TEST_STAMP)
 	$(PYTEST) -m "slow and not gpu" tests
 
-test-gpu: setup
+test-gpu: $(TEST_STAMP)
 	$(PYTEST) -m gpu tests
 
 demo: setup
