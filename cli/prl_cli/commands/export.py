@@ -52,9 +52,9 @@ def import_weights(
     runs_dir: RunsDir = None,
     json: Json = False,
 ) -> None:
-    """Make a folder's weights those of a run's checkpoint, from which `--resume` then goes on.
+    """Put a folder's weights into a run's checkpoint.
 
-    The optimiser begins anew; step, samples and random states stay. The former checkpoint and later ones move into
+    `prl run --resume` then goes on from them. The optimiser begins anew; step, samples and random states stay. The former checkpoint and later ones move into
     `replaced/` of the run. A run that has not started takes its weights from model.path instead.
     """
     from prl_cli import exporting, output, runs

@@ -18,6 +18,7 @@ from prl.faults import Fault
 from prl.testing.numerics import assert_same_bits
 from prl_trainer_fsdp.checkpoint import Reader, check, read_index
 from prl_trainer_fsdp.config import FsdpConfig
+from prl_trainer_fsdp.parallel import Runtime
 from prl_trainer_fsdp.trainer import Trainer
 
 from .helpers import CPU, batches, run_config, samples, save_model, state
@@ -95,6 +96,24 @@ def test_training_goes_on_while_a_slow_disk_takes_it(model: Path, tmp_path: Path
 
 def assert_different(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
     assert any(not torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_copy_is_page_locked_and_complete(model: Path, tmp_path: Path) -> None:
+    runtime = Runtime(0, 1, torch.device("cuda", 0))
+    trainer = Trainer(run_config(model, device="cuda"), tmp_path / "run", runtime)
+    advance(trainer, 1, 2)
+    before = {name: tensor.cpu() for name, tensor in state(trainer).items()}
+    trainer.snapshot(2)
+    assert trainer._saver._buffer.is_pinned()
+    advance(trainer, 3, 3)
+    trainer.checkpoint(2, tmp_path / "saved")
+    with Reader(read_index(tmp_path / "saved")) as reader:
+        assert_same_bits(before, {name: reader.whole("parameter", name) for name in before})
+    again = Trainer(run_config(model, device="cuda"), tmp_path / "again", runtime)
+    again.load_checkpoint(tmp_path / "saved")
+    assert_same_bits(before, {name: tensor.cpu() for name, tensor in state(again).items()})
+    trainer.snapshot(3)  # the same memory again
 
 
 def test_only_what_was_taken_last_is_written(model: Path, tmp_path: Path) -> None:

@@ -17,6 +17,6 @@ from __future__ import annotations
 
 from prl_trainer_fsdp.checkpoint.format import Index, read_index
 from prl_trainer_fsdp.checkpoint.load import Reader, check, compare_model, load
-from prl_trainer_fsdp.checkpoint.save import Saver, save
+from prl_trainer_fsdp.checkpoint.save import Saver
 
-__all__ = ["Index", "Reader", "Saver", "check", "compare_model", "load", "read_index", "save"]
+__all__ = ["Index", "Reader", "Saver", "check", "compare_model", "load", "read_index"]

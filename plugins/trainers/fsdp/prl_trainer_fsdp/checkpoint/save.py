@@ -85,6 +85,7 @@ class Saver:
         started = time.perf_counter()
         learner, runtime = self._learner, self._learner.runtime
         with self._writing:
+            self._taken = None
             _synchronise(runtime)  # offloaded state may still be on its way to the host
             # Larger elements first, so that each begins at a multiple of its size: the file has no gaps.
             copies = sorted(_copies(learner), key=lambda copy: -copy.source.element_size())
@@ -178,13 +179,6 @@ class _Writer(threading.Thread):
             self.files = self._saver.write(self.path)
         except Exception as error:  # raised by `wait`
             self.error = error
-
-
-def save(learner: Learner, facts: Mapping[str, Any], path: Path) -> dict[str, str]:
-    """Begin and wait: see `Saver`. Collective."""
-    saver = Saver(learner)
-    saver.begin(facts, path)
-    return saver.wait()
 
 
 def _copies(learner: Learner) -> Iterator[_Copy]:
