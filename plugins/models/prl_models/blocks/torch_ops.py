@@ -186,12 +186,17 @@ def _over_tokens(products: Tensor, weight: Tensor) -> Tensor:
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Tensor:
     """Rotation by halves of the first 2 R dimensions of x [T, heads, D]; cos and sin [T, R]."""
     half = cos.shape[-1]
-    cos, sin = cos[:, None], sin[:, None]
+    twice, sin = torch.cat([cos, cos], -1)[:, None], sin[:, None]
     if out is None:
         out = x.new_empty(x.shape)
+    torch.mul(x[..., : 2 * half], twice, out=out[..., : 2 * half])
     first, second = x[..., :half], x[..., half : 2 * half]
-    torch.mul(first, cos, out=out[..., :half]).sub_(second * sin)
-    torch.mul(second, cos, out=out[..., half : 2 * half]).add_(first * sin)
+    if x.dtype in (torch.float32, torch.float64):
+        out[..., :half].addcmul_(second, sin, value=-1)
+        out[..., half : 2 * half].addcmul_(first, sin)
+    else:  # transformers rounds the product before the sum
+        out[..., :half].sub_(second * sin)
+        out[..., half : 2 * half].add_(first * sin)
     if 2 * half < x.shape[-1]:
         out[..., 2 * half :] = x[..., 2 * half :]
     return out
