@@ -54,11 +54,15 @@ def import_weights(
 ) -> None:
     """Put a folder's weights into a run's checkpoint.
 
-    `prl run --resume` then goes on from them. The optimiser begins anew; step, samples and random states stay. The former checkpoint and later ones move into
-    `replaced/` of the run. A run that has not started takes its weights from model.path instead.
+    `prl run --resume` then goes on from them. The optimiser begins anew; step, samples and random states stay. The
+    former checkpoint and later ones move into `replaced/` of the run. A run that has not started takes its weights
+    from model.path instead.
     """
+    from prl.errors import UsageError
     from prl_cli import exporting, output, runs
 
+    if run.endswith(".toml"):
+        raise UsageError(f"{run} is a configuration: of a run that has not started set model.path = {source!r}")
     found = runs.find(run, runs_dir)
     imported, aside = exporting.import_weights(found, step, source)
     if json:

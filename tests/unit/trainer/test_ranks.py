@@ -20,6 +20,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from prl.testing.numerics import assert_parity, assert_same_bits
+from prl_trainer_fsdp.checkpoint import read_index
 from prl_trainer_fsdp.trainer import Trainer
 
 from .helpers import CPU, run_ranks, state
@@ -97,10 +98,14 @@ def test_two_nodes_of_one_rank_equal_one_process(model: Path, tmp_path: Path, si
 
 def test_four_ranks_equal_one_process(model: Path, tmp_path: Path, single: Callable[[str], Result]) -> None:
     """dp2 x cp2 with Ulysses, two copies of two shards, two copies of one ring."""
-    names = ["ulysses", "hsdp", "hsdp-ring"]
+    names = ["hsdp", "ulysses", "hsdp-ring"]
     run_ranks(SCRIPT, 4, str(model), str(tmp_path), *names)
     for name in names:
         assert_equal(single(name), tmp_path / name)
+    # What two copies hold is written once, by both of them, and read by all.
+    assert_same_bits(load_file(tmp_path / "hsdp/weights.safetensors"), load_file(tmp_path / "hsdp/resumed.safetensors"))
+    index = read_index(tmp_path / "hsdp" / "saved")
+    assert [bool(held.tensors["parameter"]) for held in index.ranks] == [True] * 4
 
 
 @contextlib.contextmanager
