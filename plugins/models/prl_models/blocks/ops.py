@@ -25,20 +25,6 @@ class Ops(Protocol):
         """(rms_norm(x + residual), x + residual)."""
         ...
 
-    def qk_norm_rope(
-        self,
-        q: Tensor,
-        k: Tensor,
-        q_weight: Tensor | None,
-        k_weight: Tensor | None,
-        eps: float,
-        cos: Tensor,
-        sin: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """Norm over each head where there is a weight [D], then rotation of the first 2 * cos.shape[-1] dimensions by
-        halves. q [T, heads, D], k [T, kv_heads, D] (views of one tensor are fine), cos and sin [T, R / 2]."""
-        ...
-
     def qkv_norm_rope(
         self,
         qkv: Tensor,
@@ -50,8 +36,9 @@ class Ops(Protocol):
         cos: Tensor,
         sin: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """`qk_norm_rope` on one fused product: qkv [T, (heads + 2 kv_heads) D] (q, then k, then v) -> q [T, heads, D],
-        k and v [T, kv_heads, D]; v may be a view of `qkv`. The gradient of `qkv` is written once, as one tensor."""
+        """Norm over each head of q and k where there are weights [D], then rotation by halves of the first 2 R of its
+        D dimensions. qkv [T, (heads + 2 kv_heads) D] (q, then k, then v), cos and sin [T, R] -> q [T, heads, D], k and
+        v [T, kv_heads, D]; v may be a view of `qkv`. The gradient of `qkv` is written once, as one tensor."""
         ...
 
     def swiglu(self, gate_up: Tensor) -> Tensor:

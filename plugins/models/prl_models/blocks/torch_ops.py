@@ -23,20 +23,6 @@ class TorchOps:
         normed, total = _AddRmsNorm.apply(x, residual, weight, eps)
         return normed, total
 
-    def qk_norm_rope(
-        self,
-        q: Tensor,
-        k: Tensor,
-        q_weight: Tensor | None,
-        k_weight: Tensor | None,
-        eps: float,
-        cos: Tensor,
-        sin: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        if q_weight is not None and k_weight is not None:
-            q, k = self.rms_norm(q, q_weight, eps), self.rms_norm(k, k_weight, eps)
-        return _Rotate.apply(q, cos, sin), _Rotate.apply(k, cos, sin)
-
     def qkv_norm_rope(
         self,
         qkv: Tensor,
@@ -125,18 +111,6 @@ class _QkvNormRope(torch.autograd.Function):
             grad_q_weight = grad_weight[:heads].sum(0).to(kept[1].dtype)
             grad_k_weight = grad_weight[heads:].sum(0).to(kept[1].dtype)
         return grad.flatten(1), None, None, grad_q_weight, grad_k_weight, None, None, None
-
-
-class _Rotate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, cos, sin):  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(cos, sin)
-        return _rotated(x, cos, sin)
-
-    @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        cos, sin = ctx.saved_tensors
-        return _rotated(grad, cos, -sin), None, None
 
 
 class _SwiGlu(torch.autograd.Function):

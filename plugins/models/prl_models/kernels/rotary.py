@@ -1,6 +1,6 @@
 """Norm over each head and rotation of queries and keys in Triton, in one pass over a token's heads.
 
-Queries, keys and values may be parts of one fused product; its gradient is then written as one tensor. A program
+Queries, keys and values are parts of one fused product, whose gradient is written as one tensor. A program
 handles whole tokens, so that cosines, sines and weights are read once for all heads. Arithmetic is float32, rounded
 where transformers rounds: x / rms(x), its product with the weight, and both products of a rotation.
 """
@@ -17,14 +17,6 @@ _HEADS = 16
 """Heads of a token that are in registers at once."""
 
 
-def qk_norm_rope(
-    q: Tensor, k: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor
-) -> tuple[Tensor, Tensor]:
-    """As `Ops.qk_norm_rope`."""
-    q_out, k_out = _QkNormRope.apply(q, k, q_weight, k_weight, eps, cos, sin)
-    return q_out, k_out
-
-
 def qkv_norm_rope(
     qkv: Tensor,
     heads: int,
@@ -38,26 +30,6 @@ def qkv_norm_rope(
     """As `Ops.qkv_norm_rope`; v is a view of `qkv`."""
     q, k, v = _QkvNormRope.apply(qkv, heads, kv_heads, q_weight, k_weight, eps, cos, sin)
     return q, k, v
-
-
-class _QkNormRope(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, q_weight, k_weight, eps, cos, sin):
-        q, k = _neighbours(q), _neighbours(k)
-        cos, sin = cos.contiguous(), sin.contiguous()
-        ctx.save_for_backward(q, k, q_weight, k_weight, cos, sin)
-        ctx.eps = eps
-        return _forward(q, k, q_weight, k_weight, eps, cos, sin)
-
-    @staticmethod
-    def backward(ctx, grad_q, grad_k):
-        q, k, q_weight, k_weight, cos, sin = ctx.saved_tensors
-        of_q, of_k = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
-        of_weights = _backward(
-            (_neighbours(grad_q), _neighbours(grad_k), None), (q, k), (of_q, of_k, None), q_weight, k_weight, ctx.eps,
-            cos, sin,
-        )  # fmt: skip
-        return of_q, of_k, *of_weights, None, None, None
 
 
 class _QkvNormRope(torch.autograd.Function):
@@ -115,40 +87,38 @@ def _forward(
 
 
 def _backward(
-    gradients: tuple[Tensor, Tensor, Tensor | None],
+    gradients: tuple[Tensor, Tensor, Tensor],
     inputs: tuple[Tensor, Tensor],
-    outputs: tuple[Tensor, Tensor, Tensor | None],
+    outputs: tuple[Tensor, Tensor, Tensor],
     q_weight: Tensor | None,
     k_weight: Tensor | None,
     eps: float,
     cos: Tensor,
     sin: Tensor,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Write the gradients of queries, keys (and values, which are copied) into `outputs`; those of the weights."""
+    """Write the gradients of queries, keys and values (which are copied) into `outputs`; those of the weights."""
     (grad_q, grad_k, grad_v), (q, k), (of_q, of_k, of_v) = gradients, inputs, outputs
     tokens, _, dim = q.shape
     programs = persistent(tokens, q.device)
     sums = torch.empty(2, programs, dim, dtype=torch.float32, device=q.device)
-    copied, into = (q, q) if grad_v is None or of_v is None else (grad_v, of_v)
     if tokens:
         backward_kernel[(programs,)](
             grad_q,
             grad_k,
-            copied,
+            grad_v,
             q,
             k,
             of_q,
             of_k,
-            into,
+            of_v,
             q if q_weight is None else q_weight,
             k if k_weight is None else k_weight,
             cos,
             sin,
             sums,
             tokens,
-            *(stride for x in (grad_q, grad_k, copied, q, k, of_q, of_k, into) for stride in x.stride()[:2]),
+            *(stride for x in (grad_q, grad_k, grad_v, q, k, of_q, of_k, of_v) for stride in x.stride()[:2]),
             eps,
-            COPY=grad_v is not None,
             **constants(q, k, q_weight is not None, k_weight is not None, cos),
         )
     total = sums.sum(1) if q_weight is not None or k_weight is not None else sums

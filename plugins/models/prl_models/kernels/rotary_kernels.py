@@ -132,7 +132,6 @@ def backward_kernel(
     of_v_token,
     of_v_head,
     eps,
-    COPY: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -166,11 +165,10 @@ def backward_kernel(
             cos + token * HALF, sin + token * HALF, k_first, k_second, k_rest, grad_k_head, k_head, of_k_head, eps,
             KV_HEADS, KV_BLOCK, DIM, HALF, REST, HALF_BLOCK, REST_BLOCK, K_NORM, ROTATE,
         )  # fmt: skip
-        if COPY:
-            _copy_heads(
-                grad_v + token * grad_v_token, of_v + token * of_v_token, grad_v_head, of_v_head,
-                KV_HEADS, KV_BLOCK, DIM, DIM_BLOCK,
-            )  # fmt: skip
+        _copy_heads(
+            grad_v + token * grad_v_token, of_v + token * of_v_token, grad_v_head, of_v_head,
+            KV_HEADS, KV_BLOCK, DIM, DIM_BLOCK,
+        )  # fmt: skip
         index += tl.num_programs(0)
     program, programs = tl.program_id(0), tl.num_programs(0)
     if Q_NORM:

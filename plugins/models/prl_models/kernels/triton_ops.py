@@ -16,18 +16,6 @@ class TritonOps:
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         return norm.add_rms_norm(x, residual, weight, eps)
 
-    def qk_norm_rope(
-        self,
-        q: Tensor,
-        k: Tensor,
-        q_weight: Tensor | None,
-        k_weight: Tensor | None,
-        eps: float,
-        cos: Tensor,
-        sin: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        return rotary.qk_norm_rope(q, k, q_weight, k_weight, eps, cos, sin)
-
     def qkv_norm_rope(
         self,
         qkv: Tensor,
