@@ -31,13 +31,13 @@ import torch.distributed as dist
 
 from prl.config.bench import BenchConfig
 from prl.testing.numerics import relative_error
-from prl_trainer_fsdp import mesh
-from prl_trainer_fsdp.bench import device_name, versions
-from prl_trainer_fsdp.bench_data import denominators, synthetic_rows, with_sampler
-from prl_trainer_fsdp.bench_shapes import shapes_of, write_model
+from prl_trainer_fsdp.bench.data import denominators, synthetic_rows, with_sampler
+from prl_trainer_fsdp.bench.run import device_name, versions
+from prl_trainer_fsdp.bench.shapes import shapes_of, write_model
 from prl_trainer_fsdp.config import FsdpConfig
 from prl_trainer_fsdp.learner import Learner
-from prl_trainer_fsdp.parallel import Runtime, start
+from prl_trainer_fsdp.parallel import mesh
+from prl_trainer_fsdp.parallel.runtime import Runtime, start
 
 HERE = Path(__file__).parent
 RESULT = HERE / "results" / "h200_scaling.json"

@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 from prl_models.flops import step_flops
-from prl_trainer_fsdp.bench_named import SHAPES
+from prl_trainer_fsdp.bench.named import SHAPES
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "performance.md"

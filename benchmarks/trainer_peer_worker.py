@@ -29,12 +29,12 @@ from prl.config.load import read_resolved
 from prl.loss import LossInputs
 from prl.rows import PackedRow
 from prl_models.flops import step_flops
-from prl_trainer_fsdp.bench import model_name, report, result
-from prl_trainer_fsdp.bench_data import denominators, synthetic_rows, with_sampler
-from prl_trainer_fsdp.bench_parts import Clock, kernel_times, measure, profiled, save_profile
-from prl_trainer_fsdp.bench_shapes import shapes_of
+from prl_trainer_fsdp.bench.data import denominators, synthetic_rows, with_sampler
+from prl_trainer_fsdp.bench.parts import Clock, kernel_times, measure, profiled, save_profile
+from prl_trainer_fsdp.bench.run import model_name, report, result
+from prl_trainer_fsdp.bench.shapes import shapes_of
 from prl_trainer_fsdp.config import FsdpConfig
-from prl_trainer_fsdp.parallel import start
+from prl_trainer_fsdp.parallel.runtime import start
 
 HEAD_CHUNK = 2048
 ATTENTION = "peer_packed"

@@ -17,7 +17,7 @@ from prl.messages import TrainBatch, TrainSample, TrainUpdate
 from prl.packing import pack
 from prl.rows import denominators
 from prl.types import Credit, SampleBody, SampleHeader
-from prl_trainer_fsdp.parallel import Runtime
+from prl_trainer_fsdp.parallel.runtime import Runtime
 
 VOCAB = 61
 CPU = Runtime(0, 1, torch.device("cpu"))

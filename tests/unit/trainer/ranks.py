@@ -24,9 +24,10 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 from prl.errors import ConfigError, EnvironmentNotFit
 from prl.messages import TrainBatch
 from prl.rows import assemble
-from prl_trainer_fsdp import mesh
-from prl_trainer_fsdp.layout import Layout
-from prl_trainer_fsdp.parallel import Runtime, _check_agreement, gather, start
+from prl_trainer_fsdp.parallel import mesh
+from prl_trainer_fsdp.parallel.layout import Layout
+from prl_trainer_fsdp.parallel.runtime import Runtime, _check_agreement, start
+from prl_trainer_fsdp.parallel.sharding import gather
 from prl_trainer_fsdp.trainer import Trainer
 from tests.unit.trainer.helpers import batches, run_config, samples
 

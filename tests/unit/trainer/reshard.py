@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from prl.errors import StoreError
 from prl_trainer_fsdp.checkpoint import Saver
-from prl_trainer_fsdp.parallel import Runtime, start
+from prl_trainer_fsdp.parallel.runtime import Runtime, start
 from prl_trainer_fsdp.trainer import Trainer
 from tests.unit.trainer.helpers import CPU, run_config
 from tests.unit.trainer.ranks import configured, laid_out, mine

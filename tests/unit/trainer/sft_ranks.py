@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from prl.config.schema import SftConfig
 from prl.rundir import RunDir
-from prl_trainer_fsdp import mesh
-from prl_trainer_fsdp.parallel import Runtime, start
+from prl_trainer_fsdp.parallel import mesh
+from prl_trainer_fsdp.parallel.runtime import Runtime, start
 from prl_trainer_fsdp.sft import run as sft
 
 LAYOUTS = {"shard": {}, "ulysses": {"cp": 2}}

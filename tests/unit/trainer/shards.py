@@ -19,8 +19,9 @@ from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
-from prl_trainer_fsdp import mesh
-from prl_trainer_fsdp.parallel import gather, start
+from prl_trainer_fsdp.parallel import mesh
+from prl_trainer_fsdp.parallel.runtime import start
+from prl_trainer_fsdp.parallel.sharding import gather
 from prl_trainer_fsdp.trainer import Trainer
 from tests.unit.trainer.helpers import batches, run_config, samples
 

@@ -16,11 +16,11 @@ import torch
 from prl.config.bench import BenchConfig, BenchTable
 from prl.errors import ConfigError
 from prl_models.flops import step_flops
-from prl_trainer_fsdp.bench import FORMULA, bench, report
-from prl_trainer_fsdp.bench_data import denominators, synthetic_rows, with_sampler
-from prl_trainer_fsdp.bench_named import SHAPES
-from prl_trainer_fsdp.bench_parts import Clock, Measured, category, measure
-from prl_trainer_fsdp.bench_shapes import shapes_of, write_model
+from prl_trainer_fsdp.bench.data import denominators, synthetic_rows, with_sampler
+from prl_trainer_fsdp.bench.named import SHAPES
+from prl_trainer_fsdp.bench.parts import Clock, Measured, category, measure
+from prl_trainer_fsdp.bench.run import FORMULA, bench, report
+from prl_trainer_fsdp.bench.shapes import shapes_of, write_model
 from prl_trainer_fsdp.config import FsdpConfig
 from prl_trainer_fsdp.learner import Learner
 
@@ -100,7 +100,7 @@ def test_rows_differ_between_ranks_and_repeat() -> None:
 
 def test_the_clock_adds_parts_of_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = iter([0.0, 1.0, 3.0, 4.0, 9.0])
-    monkeypatch.setattr("prl_trainer_fsdp.bench_parts.time.perf_counter", lambda: next(ticks))
+    monkeypatch.setattr("prl_trainer_fsdp.bench.parts.time.perf_counter", lambda: next(ticks))
     clock = Clock(CPU.device)
     for part in ("forward", "backward", "forward", "backward"):
         clock.mark(part)

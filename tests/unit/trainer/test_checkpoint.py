@@ -214,7 +214,7 @@ def test_export_is_bit_equal_and_loads(model: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     from prl_models.hf import export_hf
-    from prl_trainer_fsdp.parallel import gather
+    from prl_trainer_fsdp.parallel.sharding import gather
 
     trainer = Trainer(run_config(model), tmp_path / "run", CPU)
     advance(trainer, 1, 2)

@@ -21,7 +21,7 @@ from prl.testing.numerics import assert_same_bits
 from prl_models import shards
 from prl_models.hf import export as hf_export
 from prl_trainer_fsdp.checkpoint import Reader, read_index
-from prl_trainer_fsdp.export import stand_ins
+from prl_trainer_fsdp.checkpoint.export import stand_ins
 from prl_trainer_fsdp.trainer import Trainer
 
 from .helpers import CPU, batches, run_config, samples, save_model, state

@@ -11,8 +11,8 @@ from prl.config.load import load_config
 from prl.config.schema import SftConfig
 from prl.errors import ConfigError, EnvironmentNotFit
 from prl_trainer_fsdp.config import FsdpConfig
-from prl_trainer_fsdp.layout import ALONE, Layout, make, misfit
-from prl_trainer_fsdp.parallel import start
+from prl_trainer_fsdp.parallel.layout import ALONE, Layout, make, misfit
+from prl_trainer_fsdp.parallel.runtime import start
 from prl_trainer_fsdp.role import FsdpPlugin
 
 from .helpers import CPU, run_config
@@ -117,7 +117,7 @@ def test_a_process_has_a_gpu_of_its_own(model: Path, monkeypatch: pytest.MonkeyP
     ):
         start(config, environ)
     assert not taken
-    from prl_trainer_fsdp.parallel import _device
+    from prl_trainer_fsdp.parallel.runtime import _device
 
     assert _device("auto", environ | {"LOCAL_WORLD_SIZE": "2"}) == torch.device("cuda", 1)  # of two on each node
     assert taken == [1]

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from prl.testing.numerics import assert_parity, assert_same_bits
 from prl_trainer_fsdp.config import FsdpConfig
-from prl_trainer_fsdp.muon import Muon, orthogonalise
 from prl_trainer_fsdp.optim import Optimizer, clip
-from prl_trainer_fsdp.schedules import learning_rate
+from prl_trainer_fsdp.optim.muon import Muon, orthogonalise
+from prl_trainer_fsdp.optim.schedules import learning_rate
 
 
 def rates(steps: int, **keys: object) -> list[float]:

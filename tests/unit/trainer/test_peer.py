@@ -13,8 +13,8 @@ import torch
 from prl import registry
 from prl.config.bench import BenchConfig
 from prl.testing.numerics import relative_error
-from prl_trainer_fsdp.bench_data import denominators, synthetic_rows
-from prl_trainer_fsdp.bench_parts import Clock
+from prl_trainer_fsdp.bench.data import denominators, synthetic_rows
+from prl_trainer_fsdp.bench.parts import Clock
 from prl_trainer_fsdp.config import FsdpConfig
 
 from .benchmarks import loaded

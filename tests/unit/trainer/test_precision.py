@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from prl.config.schema import RunConfig
 from prl.rows import PackedRow, assemble
 from prl.testing.numerics import relative_error
-from prl_trainer_fsdp.parallel import gather
+from prl_trainer_fsdp.parallel.sharding import gather
 from prl_trainer_fsdp.trainer import Trainer
 
 from .helpers import CPU, batches, run_config, samples, state

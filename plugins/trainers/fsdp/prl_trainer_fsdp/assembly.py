@@ -17,7 +17,8 @@ from prl_models.options import Kernels, ModelOptions
 from prl_models.provider import load_model
 from prl_trainer_fsdp.config import FsdpConfig
 from prl_trainer_fsdp.memory import treat_blocks
-from prl_trainer_fsdp.parallel import Runtime, scatter_like, shard
+from prl_trainer_fsdp.parallel.runtime import Runtime
+from prl_trainer_fsdp.parallel.sharding import scatter_like, shard
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from prl.contribution import PluginConfig, wrong
-from prl_trainer_fsdp.layout import Layout, make, misfit
+from prl_trainer_fsdp.parallel.layout import Layout, make, misfit
 
 Attention = Literal["auto", "flash4", "flash2", "cudnn", "flex", "varlen", "padded"]
 Operations = Literal["auto", "triton", "liger", "quack", "torch"]

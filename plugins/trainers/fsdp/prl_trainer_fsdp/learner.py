@@ -22,9 +22,10 @@ from prl_trainer_fsdp.assembly import assemble
 from prl_trainer_fsdp.config import FsdpConfig
 from prl_trainer_fsdp.metrics import StepMetrics
 from prl_trainer_fsdp.optim import Optimizer, clip
-from prl_trainer_fsdp.parallel import Runtime, gather, reshard
+from prl_trainer_fsdp.optim.schedules import learning_rate
+from prl_trainer_fsdp.parallel.runtime import Runtime
+from prl_trainer_fsdp.parallel.sharding import gather, reshard
 from prl_trainer_fsdp.rows import DeviceRow, device_row, empty_row
-from prl_trainer_fsdp.schedules import learning_rate
 
 
 @dataclass(frozen=True)

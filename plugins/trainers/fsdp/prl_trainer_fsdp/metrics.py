@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from prl.loss import LossInputs, LossOutputs
-from prl_trainer_fsdp.parallel import Runtime, max_over_ranks, sum_over_ranks
+from prl_trainer_fsdp.parallel.runtime import Runtime, max_over_ranks, sum_over_ranks
 from prl_trainer_fsdp.rows import DeviceRow
 
 _BINS = 2200

@@ -34,13 +34,13 @@ class FsdpPlugin:
 
     def export(self, run_dir: RunDir, step: int, out: Path, *, dtype: str = "", adapter: bool = False) -> None:
         """A checkpoint as a Hugging Face folder. Imports torch: see `prl.protocols.TrainerPlugin`."""
-        from prl_trainer_fsdp.export import export
+        from prl_trainer_fsdp.checkpoint.export import export
 
         export(run_dir, step, _model(run_dir), self.config, out, dtype, adapter)
 
     def import_weights(self, run_dir: RunDir, step: int, source: str, out: Path) -> dict[str, str]:
         """A Hugging Face folder as this trainer's part of a checkpoint. Imports torch."""
-        from prl_trainer_fsdp.importing import import_weights
+        from prl_trainer_fsdp.checkpoint.importing import import_weights
 
         return import_weights(run_dir.checkpoint(step) / "trainer", _model(run_dir), self.config, source, out)
 

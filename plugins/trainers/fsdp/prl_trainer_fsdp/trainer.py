@@ -19,7 +19,7 @@ from prl.rows import PackedRow, assemble
 from prl_trainer_fsdp.checkpoint import Saver, load
 from prl_trainer_fsdp.config import FsdpConfig
 from prl_trainer_fsdp.learner import Learner, Update
-from prl_trainer_fsdp.parallel import Runtime, share_bytes, share_in_row, start
+from prl_trainer_fsdp.parallel.runtime import Runtime, share_bytes, share_in_row, start
 
 PROBE_TOKENS = 32
 """Longest probe: every engine scores them after each install, while it serves nothing."""

@@ -11,6 +11,7 @@ layout    which part of a tensor a rank holds, and which of several copies is wr
 format    the JSON files
 save      Saver: a copy in the host's memory between two steps, then files while training goes on
 load      everything verified, then read
+export    a checkpoint as a Hugging Face folder; importing: the way back
 """
 
 from __future__ import annotations

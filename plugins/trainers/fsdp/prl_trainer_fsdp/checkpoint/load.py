@@ -21,7 +21,7 @@ from prl_trainer_fsdp.checkpoint.format import BUFFER, OPTIMIZER, PARAMETER, Ind
 from prl_trainer_fsdp.checkpoint.layout import Box, boxes, local
 from prl_trainer_fsdp.config import FsdpConfig
 from prl_trainer_fsdp.learner import Learner, trained_parameters
-from prl_trainer_fsdp.parallel import Runtime, max_over_ranks
+from prl_trainer_fsdp.parallel.runtime import Runtime, max_over_ranks
 
 Shapes = Mapping[str, tuple[int, ...]]
 

@@ -33,7 +33,7 @@ from prl_trainer_fsdp.checkpoint.format import (
 )
 from prl_trainer_fsdp.checkpoint.layout import Owners, boxes, local
 from prl_trainer_fsdp.learner import Learner
-from prl_trainer_fsdp.parallel import Runtime
+from prl_trainer_fsdp.parallel.runtime import Runtime
 
 log = logging.getLogger(__name__)
 

@@ -35,7 +35,7 @@ from prl_models.hf.export import export_hf
 from prl_trainer_fsdp.checkpoint import Saver, check, load
 from prl_trainer_fsdp.config import FsdpConfig
 from prl_trainer_fsdp.learner import Learner
-from prl_trainer_fsdp.parallel import max_over_ranks, share_bytes, share_in_row, start
+from prl_trainer_fsdp.parallel.runtime import max_over_ranks, share_bytes, share_in_row, start
 from prl_trainer_fsdp.sft.feed import Feed
 from prl_trainer_fsdp.sft.steps import Part
 

@@ -17,10 +17,10 @@ from prl_models.provider import load_model
 from prl_models.shards import Entry, bytes_of, write_file
 from prl_trainer_fsdp.assembly import skeleton_options
 from prl_trainer_fsdp.checkpoint import compare_model, read_index
+from prl_trainer_fsdp.checkpoint.export import ADAPTER_CONFIG, ADAPTER_WEIGHTS, peft_name
 from prl_trainer_fsdp.checkpoint.format import BUFFER, PARAMETER, Facts, Piece, RankFile, Stored, rank_name
 from prl_trainer_fsdp.checkpoint.save import write_documents
 from prl_trainer_fsdp.config import FsdpConfig, LoraTable
-from prl_trainer_fsdp.export import ADAPTER_CONFIG, ADAPTER_WEIGHTS, peft_name
 from prl_trainer_fsdp.learner import persistent_buffers, trained_parameters
 
 Read = Callable[[str], Tensor]

@@ -1,7 +1,7 @@
-"""Measure a training step on synthetic data: `python -m prl_trainer_fsdp.bench REQUEST [PROFILE]`, as one of its ranks.
+"""Measure a training step on synthetic data.
 
 REQUEST is a `BenchConfig` as JSON. The step is `Learner.step`, the one that runs train with: model, loss, optimiser and
-ranks are those of the configuration; only the rows are made up (`bench_data`). The leader prints a report, and writes a
+ranks are those of the configuration; only the rows are made up (`data`). The leader prints a report, and writes a
 list of one row to rows.json beside REQUEST. PROFILE is where a profile of one more step goes.
 """
 
@@ -27,12 +27,12 @@ from prl.config.schema import ModelTable
 from prl.errors import PrlError
 from prl_models.flops import StepFlops, peak, step_flops
 from prl_models.provider import read_config
-from prl_trainer_fsdp.bench_data import denominators, synthetic_rows, with_sampler
-from prl_trainer_fsdp.bench_parts import Clock, Measured, communication_s, kernel_times, measure, profiled, save_profile
-from prl_trainer_fsdp.bench_shapes import write_model
+from prl_trainer_fsdp.bench.data import denominators, synthetic_rows, with_sampler
+from prl_trainer_fsdp.bench.parts import Clock, Measured, communication_s, kernel_times, measure, profiled, save_profile
+from prl_trainer_fsdp.bench.shapes import write_model
 from prl_trainer_fsdp.config import FsdpConfig
 from prl_trainer_fsdp.learner import Learner
-from prl_trainer_fsdp.parallel import Runtime, max_over_ranks, start
+from prl_trainer_fsdp.parallel.runtime import Runtime, max_over_ranks, start
 
 PACKAGES = ("torch", "transformers", "triton", "flash-attn-4", "liger-kernel", "quack-kernels")
 FORMULA = "MFU = (products 6 P T + attention 7 n^2 h d a layer and document) / (seconds x peak)"
@@ -224,7 +224,3 @@ def versions() -> dict[str, str]:
 
 def _rounded(seconds: float) -> float:
     return round(seconds, 5)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

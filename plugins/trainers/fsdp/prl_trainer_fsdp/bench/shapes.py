@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from prl.errors import ConfigError
-from prl_trainer_fsdp.bench_named import SHAPES
+from prl_trainer_fsdp.bench.named import SHAPES
 
 
 def shapes_of(shapes: str | Mapping[str, Any]) -> dict[str, Any]:

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from prl_trainer_fsdp.config import FsdpConfig
-from prl_trainer_fsdp.muon import Muon, rows_of
-from prl_trainer_fsdp.offload import HostState, step_all
+from prl_trainer_fsdp.optim.muon import Muon, rows_of
+from prl_trainer_fsdp.optim.offload import HostState, step_all
 
 BUCKET = 1 << 26
 """Parameters in a bucket of the offloaded state, 512 MiB of AdamW's; three are on the device at a time."""

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from prl.errors import EnvironmentNotFit
 from prl_models.blocks.context import ContextParallel
-from prl_trainer_fsdp.layout import Layout
+from prl_trainer_fsdp.parallel.layout import Layout
 
 
 @dataclass(frozen=True)
