@@ -58,3 +58,17 @@ def tensors(run: Run, step: int) -> dict:  # type: ignore[type-arg]
     from safetensors.torch import load_file
 
     return load_file(run.dir.checkpoint(step) / "trainer" / "rank-00000.safetensors")
+
+
+def test_a_run_is_not_continued_with_another_model(finished: Run) -> None:
+    """Refused before its weights are read: there are none."""
+    other = finished.project.folder / "wider"
+    shutil.copytree(finished.project.model, other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "intermediate_size": 96}))
+    done = finished.finish("--resume", "--set", f"model.path={other}", "--set", "model.impl=hf")
+    assert done.returncode == 1, finished.told(done)
+    said = next(line for line in done.stderr.splitlines() if "belongs to another model" in line)
+    assert "'model.layers.0.mlp.gate_proj.weight' is [64, 32] there, [96, 32] here" in said
+    assert "loading the model" not in finished.log("trainer-0")
+    assert finished.steps_saved()[-1] == 6
