@@ -28,6 +28,7 @@ from prl_models.blocks.packing import Packing
 from prl_models.kernels import choose_attention
 from prl_models.options import ModelOptions
 from prl_models.provider import load_model
+from prl_trainer_fsdp.parallel.runtime import end
 from prl_trainer_fsdp.ranks import MEETING_PLACE
 
 DEVICE = torch.device(sys.argv[2])
@@ -198,7 +199,7 @@ def main(folder: Path) -> None:
     errors = on_gpus() if DEVICE.type == "cuda" else on_cpu(folder)
     (folder / f"errors-{rank}.json").write_text(json.dumps(errors))
     dist.barrier()
-    dist.destroy_process_group()
+    end(0)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from prl.messages import TrainBatch
 from prl.rows import assemble
 from prl_trainer_fsdp.parallel import mesh
 from prl_trainer_fsdp.parallel.layout import Layout
-from prl_trainer_fsdp.parallel.runtime import Runtime, _check_agreement, start
+from prl_trainer_fsdp.parallel.runtime import Runtime, _check_agreement, end, start
 from prl_trainer_fsdp.parallel.sharding import gather
 from prl_trainer_fsdp.trainer import Trainer
 from tests.unit.trainer.helpers import batches, run_config, samples
@@ -81,7 +81,7 @@ def main(model: Path, out: Path, names: list[str]) -> None:
         train(laid_out(first, name), model, name, folder, resume=index == 0)
     check_refusals(model, first)
     dist.barrier()
-    dist.destroy_process_group()
+    end(0)
 
 
 def check_refusals(model: Path, first: Runtime) -> None:

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from prl.errors import StoreError
 from prl_trainer_fsdp.checkpoint import Saver
-from prl_trainer_fsdp.parallel.runtime import Runtime, start
+from prl_trainer_fsdp.parallel.runtime import Runtime, end, start
 from prl_trainer_fsdp.trainer import Trainer
 from tests.unit.trainer.helpers import CPU, run_config
 from tests.unit.trainer.ranks import configured, laid_out, mine
@@ -64,7 +64,7 @@ def main(model: Path, out: Path) -> None:
     if first.is_leader:
         passed_on("fsdp", CPU, "s-d-e", "s-d-e-f")
     dist.barrier()
-    dist.destroy_process_group()
+    end(0)
 
 
 def check_saver(trainer: Trainer, out: Path) -> None:

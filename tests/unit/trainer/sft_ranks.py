@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 from prl.config.schema import SftConfig
 from prl.rundir import RunDir
 from prl_trainer_fsdp.parallel import mesh
-from prl_trainer_fsdp.parallel.runtime import Runtime, start
+from prl_trainer_fsdp.parallel.runtime import Runtime, end, start
 from prl_trainer_fsdp.sft import run as sft
 
 LAYOUTS = {"shard": {}, "ulysses": {"cp": 2}}
@@ -37,7 +37,7 @@ def main(folders: list[Path]) -> None:
         sft.start = lambda config, runtime=runtime: runtime  # type: ignore[assignment]
         assert sft.main(str(folder)) == 0, folder
         dist.barrier()
-    dist.destroy_process_group()
+    end(0)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from prl_trainer_fsdp.parallel import mesh
-from prl_trainer_fsdp.parallel.runtime import start
+from prl_trainer_fsdp.parallel.runtime import end, start
 from prl_trainer_fsdp.parallel.sharding import gather
 from prl_trainer_fsdp.trainer import Trainer
 from tests.unit.trainer.helpers import batches, run_config, samples
@@ -62,7 +62,7 @@ def main(model: Path, out: Path, cases: dict[str, dict[str, Any]]) -> None:
         if runtime.is_leader:
             save_file({key: value.contiguous() for key, value in found.items()}, out / f"{name}.safetensors")
         dist.barrier()
-    dist.destroy_process_group()
+    end(0)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from prl.faults import Fault
 from prl.testing.numerics import assert_same_bits
 from prl_trainer_fsdp.checkpoint import Reader, check, read_index
 from prl_trainer_fsdp.config import FsdpConfig
-from prl_trainer_fsdp.parallel import Runtime
+from prl_trainer_fsdp.parallel.runtime import Runtime
 from prl_trainer_fsdp.trainer import Trainer
 
 from .helpers import CPU, batches, run_config, samples, save_model, state

@@ -37,6 +37,7 @@ from prl.store.checkpoints import Checkpoints
 from prl.wire import Handlers
 from prl_trainer_fsdp.checkpoint import check
 from prl_trainer_fsdp.config import FsdpConfig
+from prl_trainer_fsdp.parallel.runtime import leave
 from prl_trainer_fsdp.trainer import Trainer
 
 R = TypeVar("R")
@@ -65,6 +66,10 @@ class Worker:
             await self._run("loading the checkpoint", self._trainer.load_checkpoint, part)
         self._ready.set()
         process.doing = "waiting for a batch"
+
+    async def end(self) -> None:
+        """After what is still asked for."""
+        await self._run("ending", leave)
 
     def _handlers(self) -> Handlers:
         return {
@@ -120,8 +125,10 @@ def check_resumable(process: role.RoleProcess) -> None:
 
 
 async def serve(process: role.RoleProcess) -> None:
-    await Worker(process).start()
+    worker = Worker(process)
+    await worker.start()
     await process.until_stopped()
+    await worker.end()
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from prl_trainer_fsdp.bench.run import main
+from prl_trainer_fsdp.parallel.runtime import end
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    end(main(sys.argv[1:]))

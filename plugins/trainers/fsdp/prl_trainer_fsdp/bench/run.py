@@ -55,9 +55,6 @@ def main(argv: Sequence[str]) -> int:
     except PrlError as error:
         print(f"ERROR {error}", file=sys.stderr, flush=True)
         return error.exit_code
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
     if runtime.is_leader:
         print(report(row), flush=True)
         request.with_name("rows.json").write_text(json.dumps([row], indent=1) + "\n")

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import NoReturn, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -90,6 +90,23 @@ def start(config: Configuration, environ: Mapping[str, str] = os.environ) -> Run
     dist.init_process_group(backend(device), init_method=place, rank=rank, world_size=world, **bound)
     _check_agreement(config, world, device)
     return Runtime(rank, world, device, layout, mesh.make(layout, rank, device.type, own.cp_style))
+
+
+def leave() -> None:
+    """Every rank does, when all have ended well: NCCL complains of communicators that are left open."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def end(code: int) -> NoReturn:
+    """End a rank's process with this exit code: with gloo's threads alive, 5 of 50 interpreters that ended by
+    themselves aborted."""
+    if code == 0:
+        leave()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _device(wanted: str, environ: Mapping[str, str]) -> torch.device:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from prl_trainer_fsdp.parallel.runtime import end
 from prl_trainer_fsdp.sft.run import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    end(main(sys.argv[1]))
