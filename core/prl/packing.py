@@ -72,11 +72,23 @@ def cost_of(config: Mapping[str, Any]) -> Cost:
 
 def model_cost(path: str) -> Cost:
     """Of a model in a local folder; the default for one that is only named."""
+    config = _config(path)
+    return cost_of(config) if config else DEFAULT_COST
+
+
+def vocab_size(path: str) -> int:
+    """Of a model in a local folder; 0 where it is not known."""
+    config = _config(path)
+    found = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
+    return found if isinstance(found, int) else 0
+
+
+def _config(path: str) -> dict[str, Any]:
     try:
         config = json.loads((Path(path).expanduser() / "config.json").read_text())
     except (OSError, ValueError):
-        return DEFAULT_COST
-    return cost_of(config) if isinstance(config, dict) else DEFAULT_COST
+        return {}
+    return config if isinstance(config, dict) else {}
 
 
 def pack(lengths: Sequence[int], row_tokens: int, num_ranks: int = 1, cost: Cost | None = None) -> list[Rows]:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from prl.errors import EnvironmentNotFit
+
 if TYPE_CHECKING:
     from prl_models.blocks.context import ContextParallel
     from prl_models.blocks.lora import Lora
@@ -22,6 +24,10 @@ class Kernels:
 
     attention: AttentionName = "auto"
     operations: OperationsName = "auto"
+
+
+class KernelUnfit(EnvironmentNotFit):
+    """A kernel that is asked for by name cannot be used. Other code for the model would not be what was asked for."""
 
 
 @dataclass(frozen=True)

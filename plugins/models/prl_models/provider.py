@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from prl.errors import ConfigError, EnvironmentNotFit, PluginError, PluginMissing
 from prl_models.batch import PackedBatch
-from prl_models.options import Kernels, ModelOptions
+from prl_models.options import Kernels, KernelUnfit, ModelOptions
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ def load_model(path: str, impl: str, options: ModelOptions) -> PackedModel:
     try:
         model = _provider(name).load(path, options)
     except EnvironmentNotFit as error:
-        if impl != "auto" or name == "hf":
+        if impl != "auto" or name == "hf" or isinstance(error, KernelUnfit):
             raise
         name, reason = "hf", f"the {name} implementation refuses the model: {error}"
         model = _provider(name).load(path, options)

@@ -6,11 +6,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers as t
 
 from prl.errors import ConfigError, EnvironmentNotFit
+from prl_models.batch import PackedBatch
 from prl_models.hf import HfProvider
 from prl_models.options import ModelOptions
 
@@ -66,6 +68,25 @@ def test_frequencies_that_depend_on_the_longest_position(tmp_path: Path) -> None
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     context: Any = SimpleNamespace(size=2, style="ulysses")
     refused(t.LlamaConfig(**DENSE, rope_parameters=rope), tmp_path, "cp = 2: .*'dynamic' rotary", context)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_frequencies_that_depend_on_the_longest_document(tmp_path: Path, kind: str) -> None:
+    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 9}
+    config = t.LlamaConfig(**DENSE, rope_parameters=rope, max_position_embeddings=9 if kind == "dynamic" else 18)
+    t.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    model = HfProvider().load(str(tmp_path), ModelOptions())
+    for length in (9, 10):
+        ids, targets = np.arange(length + 3, dtype=np.int32), np.array([1, 4])
+        bounds = np.array([0, 3, length + 3], np.int32)
+        batch = PackedBatch.build(ids, bounds, targets, np.ones(2, np.float32), torch.device("cpu"))
+        if length == 9:
+            model(batch)
+        else:
+            with pytest.raises(EnvironmentNotFit, match="a document has 10 tokens, and beyond 9 transformers chooses"):
+                model(batch)
 
 
 def test_attention_that_is_not_in_the_registry(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from prl_models.blocks.decoder import Decoder
 from prl_models.family import DecoderSpec
 from prl_models.hf import HfModel
 from prl_models.llama import Llama
-from prl_models.options import ModelOptions
+from prl_models.options import Kernels, ModelOptions
 from prl_models.provider import choose, load_model
 from prl_models.qwen3 import Qwen3
 
@@ -110,6 +110,20 @@ def test_refused_by_name(kind: str, keys: dict[str, Any], reason: str) -> None:
     with pytest.raises(EnvironmentNotFit, match=f"model type '{kind}' with .*is not implemented") as caught:
         family.spec(config(kind, **keys))
     assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "mistral"])
+def test_biases_that_transformers_does_not_look_at(kind: str, tmp_path: Path) -> None:
+    path = save(tmp_path, kind, attention_bias=True, mlp_bias=True)
+    assert isinstance(load_model(path, "custom", ModelOptions()), Decoder)
+
+
+def test_operations_by_name_are_taken_or_refused_whatever_code_there_is(tmp_path: Path) -> None:
+    own = ModelOptions(kernels=Kernels(operations="triton"))
+    with pytest.raises(EnvironmentNotFit, match='operations = "triton" needs a GPU, and the device is cpu'):
+        load_model(save(tmp_path / "llama", "llama"), "auto", own)
+    with pytest.raises(ConfigError, match='operations = "triton", but this model runs by transformers'):
+        load_model(save(tmp_path / "gelu", "llama", hidden_act="gelu"), "auto", own)
 
 
 def test_longrope_is_refused() -> None:

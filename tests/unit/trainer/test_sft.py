@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -164,6 +166,18 @@ def test_bad_data_is_found_before_the_model_is_loaded(
         caplog.clear()
         assert main(str(write_config(folder, tmp_path / name, train=train).path)) == 2
         assert what in caplog.text
+
+
+def test_a_tokenizer_of_a_larger_vocabulary_is_found_before_the_model_is_loaded(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(folder, model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "vocab_size": 9}))
+    (model / "model.safetensors").unlink()
+    assert main(str(write_config(model, tmp_path / "run").path)) == 2
+    assert re.search(r"train.jsonl:\d+: the tokenizer makes token \d+, but .* has vocab_size = 9", caplog.text)
 
 
 def test_the_plan_is_the_trainer_alone(folder: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -152,6 +153,17 @@ def test_a_gradient_that_is_not_finite_changes_nothing(trainer: Trainer) -> None
     with pytest.raises(RunFailed, match="norm nan"):
         trainer.train(batch)
     assert_same_bits(before, state(trainer))
+
+
+@pytest.mark.parametrize("token", [-1, 10**6])
+def test_a_token_without_an_embedding_is_named(trainer: Trainer, token: int) -> None:
+    (batch,) = batches(samples(1), 1)
+    row = assemble(batch.updates[0].rows[0])
+    ids = row.token_ids.copy()
+    ids[3] = token
+    row = dataclasses.replace(row, token_ids=ids)
+    with pytest.raises(RunFailed, match=f"a sample has token {token}, but the model has embeddings for 0 to"):
+        trainer.learner.step([row], batch.updates[0].denominators, 0)
 
 
 def test_mismatch_and_drift_are_told_apart(trainer: Trainer) -> None:

@@ -71,6 +71,17 @@ def window_of(text: PreTrainedConfig) -> int | None:
     return getattr(text, "sliding_window", None) if not kinds or "sliding_attention" in kinds else None
 
 
+def longest_document(text: PreTrainedConfig) -> int | None:
+    """Up to which length transformers embeds positions by fixed frequencies, where it chooses them by the longest
+    document of a row; None: always."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "dynamic":
+        return int(text.max_position_embeddings)
+    if rope.get("rope_type") == "longrope":
+        return int(rope.get("original_max_position_embeddings") or text.max_position_embeddings)
+    return None
+
+
 @torch.no_grad()
 def check_packing(model: HfModel) -> None:
     """Compare two packed documents with transformers' own log-probabilities of each alone, on CPU; then, collectively,

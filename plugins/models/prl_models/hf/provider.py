@@ -29,7 +29,7 @@ from prl_models.blocks.context import ContextParallel, attend
 from prl_models.blocks.head import logprobs_and_entropy
 from prl_models.blocks.kernel import AttentionKernel
 from prl_models.blocks.lora import add_adapters, merged
-from prl_models.hf.fitness import check_packing, refuse, window_of
+from prl_models.hf.fitness import check_packing, longest_document, refuse, window_of
 from prl_models.kernels import choose_attention
 from prl_models.options import AttentionName, Kernels, ModelOptions
 from prl_models.provider import Gather, Place
@@ -52,10 +52,18 @@ class HfProvider:
         on the device `meta` without any values.
 
         Raises:
-            ConfigError: the folder does not hold a model, or its heads cannot be divided among the ranks of a row.
+            ConfigError: the folder does not hold a model, its heads cannot be divided among the ranks of a row, or
+                operations are asked for by name.
             EnvironmentNotFit: its documents cannot be packed, or the kernel that is asked for cannot be used.
         """
         AttentionInterface.register(ATTENTION, _attend)
+        if options.kernels.operations not in ("auto", "torch"):
+            raise ConfigError(
+                [
+                    f'trainer.kernels.operations = "{options.kernels.operations}", but this model runs by '
+                    'transformers\' own code, which has operations of its own: leave it at "auto"'
+                ]
+            )
         if options.device.type == "meta":
             return skeleton(path, options)
         try:
@@ -96,6 +104,7 @@ class HfModel(nn.Module):
         self.context = context
         self.kernel = kernel
         self.kernels = Kernels(cast(AttentionName, kernel.name), "torch")
+        self.longest = longest_document(hf.config.get_text_config())
         hf.set_attn_implementation(ATTENTION)
 
     @property
@@ -120,6 +129,12 @@ class HfModel(nn.Module):
     def _predict(
         self, batch: PackedBatch, kernel: AttentionKernel | None, context: ContextParallel | None
     ) -> tuple[Tensor, Tensor]:
+        if self.longest is not None and batch.packing.max_length > self.longest:
+            raise EnvironmentNotFit(
+                f"a document has {batch.packing.max_length} tokens, and beyond {self.longest} transformers chooses the "
+                "frequencies of this model's rotary embedding by the longest document of a row: the others would be "
+                "embedded otherwise than alone. Keep documents shorter (trainer.row_tokens bounds them)"
+            )
         hidden = self.hf.base_model(
             input_ids=batch.token_ids[None],
             position_ids=batch.position_ids[None],

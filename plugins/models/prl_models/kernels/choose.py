@@ -16,11 +16,10 @@ from typing import cast
 
 import torch
 
-from prl.errors import EnvironmentNotFit
 from prl_models.blocks.attention import Padded
 from prl_models.blocks.kernel import AttentionKernel
 from prl_models.blocks.ops import Ops
-from prl_models.options import AttentionName, Kernels, OperationsName
+from prl_models.options import AttentionName, Kernels, KernelUnfit, OperationsName
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +97,7 @@ def choose(
         windows: some layer has a sliding window.
 
     Raises:
-        EnvironmentNotFit: what was asked for by name is not installed, or cannot do this.
+        KernelUnfit: what was asked for by name is not installed, or cannot do this.
     """
     attention, why_attention = choose_attention(kernels.attention, device, dtype, head_dim, windows=windows)
     ops, why_ops = _operations(kernels.operations, device)
@@ -123,13 +122,13 @@ def _attention(asked: AttentionName, need: _Need) -> tuple[AttentionKernel, str]
         candidate = _CANDIDATES[asked]
         lack = candidate.lacks.of(need)
         if lack is not None:
-            raise EnvironmentNotFit(
+            raise KernelUnfit(
                 f'trainer.kernels.attention = "{asked}" cannot be used here: {lack}. Use "auto" or another kernel'
             )
         try:
             return candidate.make(), f"{candidate.label}, as asked"
         except ImportError as error:
-            raise EnvironmentNotFit(
+            raise KernelUnfit(
                 f'trainer.kernels.attention = "{asked}" is not installed ({error}): {candidate.install}'
             ) from error
     if need.capability == 0:
@@ -155,14 +154,14 @@ def _operations(asked: OperationsName, device: torch.device) -> tuple[Ops, str]:
         return TorchOps(), "torch, because there is no GPU"
     name = "triton" if asked == "auto" else asked
     if device.type != "cuda":
-        raise EnvironmentNotFit(f'trainer.kernels.operations = "{name}" needs a GPU, and the device is {device}')
+        raise KernelUnfit(f'trainer.kernels.operations = "{name}" needs a GPU, and the device is {device}')
     try:
         return _make_ops(name), "own Triton kernels" if asked == "auto" else f"{name}, as asked"
     except ImportError as error:
         if asked == "auto":
             return TorchOps(), f"torch, because Triton is not installed ({error})"
         install = {"triton": "triton", "liger": "prl-models[liger]", "quack": "prl-models[quack]"}[name]
-        raise EnvironmentNotFit(
+        raise KernelUnfit(
             f'trainer.kernels.operations = "{name}" is not installed ({error}): pip install "{install}"'
         ) from error
 

@@ -16,19 +16,21 @@ class Llama:
 
     def spec(self, config: Any) -> DecoderSpec:
         require(config, hidden_act=("silu",), pretraining_tp=(1, None))
-        qkv_bias = config.model_type == "qwen2" or getattr(config, "attention_bias", False)
+        # Llama alone has keys for biases; transformers' code for the others does not look at them.
+        biases = config.model_type == "llama"
+        out_bias = biases and getattr(config, "attention_bias", False)
         layers = [
             AttentionSpec(
                 heads=config.num_attention_heads,
                 kv_heads=config.num_key_value_heads,
                 head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-                qkv_bias=qkv_bias,
-                out_bias=getattr(config, "attention_bias", False),
+                qkv_bias=out_bias or config.model_type == "qwen2",
+                out_bias=out_bias,
                 window=window,
             )
             for window in _windows(config)
         ]
-        return dense_decoder(config, layers, mlp_bias=getattr(config, "mlp_bias", False))
+        return dense_decoder(config, layers, mlp_bias=biases and getattr(config, "mlp_bias", False))
 
 
 def _windows(config: Any) -> list[int | None]:

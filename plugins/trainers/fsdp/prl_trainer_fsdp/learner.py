@@ -142,11 +142,26 @@ class Learner:
     def _forward(self, row: PackedRow, denominators: dict[str, float], version: int) -> _Computed:
         self.mark("rows")
         real = row.num_tokens > 0
+        self._check_tokens(row)
         on_device = device_row(row if real else empty_row(), self.runtime.device, self.runtime.context)
         self.mark("forward")
         logprobs, entropy = self.model(on_device.batch)
         inputs = on_device.loss_inputs(logprobs, entropy, version, denominators)
         return _Computed(real, on_device, inputs, self.loss(inputs))
+
+    def _check_tokens(self, row: PackedRow) -> None:
+        """On a GPU a token without an embedding would end the process without a word of it.
+
+        Raises:
+            RunFailed: there is one.
+        """
+        ids = row.token_ids
+        if len(ids) and not 0 <= ids.min() <= ids.max() < self.model.vocab_size:
+            wrong = ids.min() if ids.min() < 0 else ids.max()
+            raise RunFailed(
+                f"a sample has token {wrong}, but the model has embeddings for 0 to {self.model.vocab_size - 1}: its "
+                "tokenizer belongs to another model"
+            )
 
     def _accumulate(self, computed: _Computed) -> None:
         self.mark("backward")

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 
 from prl.config.schema import SftConfig
-from prl.packing import Cost
+from prl.packing import Cost, vocab_size
 from prl_trainer_fsdp.sft.prefetch import Prefetcher, Process
 from prl_trainer_fsdp.sft.rendering import choose, load_tokenizer
 from prl_trainer_fsdp.sft.sources import open_sources
@@ -85,7 +85,15 @@ class Feed:
     def _preparer(self, rank: int, ranks: int, cost: Cost | None) -> Preparer:
         config = self._config
         return Preparer(
-            config.data, self._train, self.order, self._renderer, config.trainer.row_tokens, rank, ranks, cost
+            config.data,
+            self._train,
+            self.order,
+            self._renderer,
+            config.trainer.row_tokens,
+            rank,
+            ranks,
+            cost,
+            vocab_size(config.model.path),
         )
 
     def _orders(self, rank: int, ranks: int, cost: Cost) -> Orders:

@@ -86,6 +86,7 @@ class Preparer:
         rank: int = 0,
         ranks: int = 1,
         cost: Cost | None = None,
+        vocab_size: int = 0,
     ) -> None:
         self._config = config
         self._sources = sources
@@ -94,6 +95,7 @@ class Preparer:
         self._row_tokens = row_tokens
         self._rank, self._ranks = rank, ranks
         self._cost = cost
+        self._vocab_size = vocab_size  # 0: not known
 
     def step(self, step: int) -> Part:
         """Steps count from 1."""
@@ -153,6 +155,9 @@ class Preparer:
         """What is wrong with an example, as what it is counted where that does not end the run, and what is trained."""
         if isinstance(found, BadRow):
             return str(found), "bad_row" if self._config.on_bad_row == "skip" else "", None
+        if self._vocab_size and (largest := int(found.token_ids.max(initial=0))) >= self._vocab_size:
+            problem = f"the tokenizer makes token {largest}, but the model's config.json has vocab_size = "
+            return f"{problem}{self._vocab_size}: take the tokenizer that belongs to the model", "", None
         if len(found) > self._row_tokens:
             problem = f"the example has {len(found)} tokens and a packed row holds {self._row_tokens}"
             if self._config.too_long == "stop":

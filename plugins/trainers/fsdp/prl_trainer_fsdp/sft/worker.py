@@ -21,7 +21,7 @@ import numpy as np
 
 from prl.config.data import SftDataTable
 from prl.errors import ConfigError, PrlError
-from prl.packing import Cost
+from prl.packing import Cost, vocab_size
 from prl.process import start_logging
 from prl_trainer_fsdp.sft.order import Order
 from prl_trainer_fsdp.sft.rendering import choose, load_tokenizer
@@ -67,6 +67,7 @@ def preparer(orders: Orders) -> Preparer:
         orders.rank,
         orders.ranks,
         Cost(*orders.cost),
+        vocab_size(orders.model),
     )
 
 
