@@ -7,6 +7,7 @@ and checkpoints are written by a third, while training goes on.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 import time
@@ -42,6 +43,9 @@ from prl_trainer_fsdp.trainer import Trainer
 
 R = TypeVar("R")
 
+IDLE = "waiting for a batch"
+LEAVE_S = 5.0
+
 
 class Worker:
     """Runs the trainer's methods one after another in one thread, each only once the trainer is ready."""
@@ -65,11 +69,14 @@ class Worker:
             part = process.run_dir.checkpoint(welcome.version) / "trainer"
             await self._run("loading the checkpoint", self._trainer.load_checkpoint, part)
         self._ready.set()
-        process.doing = "waiting for a batch"
+        process.doing = IDLE
 
     async def end(self) -> None:
-        """After what is still asked for."""
-        await self._run("ending", leave)
+        """Leave the group, unless a step still goes on: it may wait for a rank that is dead."""
+        if self._process.doing == IDLE:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LEAVE_S):
+                    await self._run("ending", leave)
 
     def _handlers(self) -> Handlers:
         return {
@@ -112,7 +119,7 @@ class Worker:
         finally:
             if self._ready.is_set():  # loading is no useful work of the run
                 self._process.busy += time.monotonic() - started
-            self._process.doing = "waiting for a batch"
+            self._process.doing = IDLE
 
 
 def check_resumable(process: role.RoleProcess) -> None:
