@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from prl_models.flops import step_flops
+from prl.flops import step_flops
 from prl_trainer_fsdp.bench.named import SHAPES
 
 HERE = Path(__file__).parent

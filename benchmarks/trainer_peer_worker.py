@@ -26,9 +26,9 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from prl.config.bench import BenchConfig
 from prl.config.load import read_resolved
+from prl.flops import step_flops
 from prl.loss import LossInputs
 from prl.rows import PackedRow
-from prl_models.flops import step_flops
 from prl_trainer_fsdp.bench.data import denominators, synthetic_rows, with_sampler
 from prl_trainer_fsdp.bench.parts import Clock, kernel_times, measure, profiled, save_profile
 from prl_trainer_fsdp.bench.run import model_name, report, result

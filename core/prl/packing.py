@@ -8,16 +8,16 @@ unequal number would hang), and about the same estimated work.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from prl.errors import ConfigError
+from prl.flops import active_parameters, attention_width
+from prl.model_config import text_config
 
 Rows = list[list[int]]
 """Rows of sample indices."""
@@ -43,52 +43,21 @@ DEFAULT_COST = Cost()
 
 
 def cost_of(config: Mapping[str, Any]) -> Cost:
-    """Floating-point operations of forward and backward, from the numbers of a model's config.json: 6 for every weight
-    that a token passes, and 6 h D n for its causal attention in a layer of h heads of width D over a document of n.
-
-    Numbers that are not there are taken as a plain transformer has them. Layers that do not look at the whole document
-    (a window, a state) count their matrices only, and of the experts of a layer those that a token passes.
+    """Floating-point operations of forward and backward by a model's config.json: 6 for every parameter that a token
+    meets, and 6 h d n in a layer of h heads of d dimensions over a document of n tokens. A layer that does not look at
+    the whole document (a window, a state) counts its parameters only; a config without these numbers, as the default.
     """
-    text = {**config, **(config.get("text_config") or {})}
-
-    def number(*names: str, default: float = 0.0) -> float:
-        return next((float(text[name]) for name in names if isinstance(text.get(name), (int, float))), default)
-
-    hidden, layers = number("hidden_size", "n_embd"), number("num_hidden_layers", "n_layer")
-    heads = number("num_attention_heads", "n_head", default=1.0)
-    if not hidden or not layers:
+    try:
+        linear = 6.0 * active_parameters(config)
+        kinds = config.get("layer_types") or ["full_attention"] * int(config["num_hidden_layers"])
+        return Cost(linear, 6.0 * kinds.count("full_attention") * attention_width(config))
+    except (KeyError, TypeError, ValueError):
         return DEFAULT_COST
-    width = number("head_dim", default=hidden / heads) * heads
-    keys = width * number("num_key_value_heads", default=heads) / heads
-    inner = number("intermediate_size", "n_inner", default=4 * hidden)
-    experts = number("num_experts_per_tok")
-    if experts:
-        inner = experts * number("moe_intermediate_size", default=inner) + number("shared_expert_intermediate_size")
-    weights = layers * hidden * (2 * width + 2 * keys + 3 * inner) + hidden * number("vocab_size")
-    kinds = text.get("layer_types")
-    whole = layers if not isinstance(kinds, list) else float(sum(kind == "full_attention" for kind in kinds))
-    return Cost(6 * weights, 6 * whole * width)
 
 
 def model_cost(path: str) -> Cost:
     """Of a model in a local folder; the default for one that is only named."""
-    config = _config(path)
-    return cost_of(config) if config else DEFAULT_COST
-
-
-def vocab_size(path: str) -> int:
-    """Of a model in a local folder; 0 where it is not known."""
-    config = _config(path)
-    found = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
-    return found if isinstance(found, int) else 0
-
-
-def _config(path: str) -> dict[str, Any]:
-    try:
-        config = json.loads((Path(path).expanduser() / "config.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return config if isinstance(config, dict) else {}
+    return cost_of(text_config(path))
 
 
 def pack(lengths: Sequence[int], row_tokens: int, num_ranks: int = 1, cost: Cost | None = None) -> list[Rows]:

@@ -4,7 +4,6 @@ plugin.py     the declarations
 provider.py   the protocols of the kind `prl.models`, and the choice of a provider by name
 options.py    how a model is built
 batch.py      what a model is given: a packed row on its device
-flops.py      the operations of a training step, by arithmetic
 family.py     what a family of models is; the spec of a decoder
 family_provider.py  from a folder to a decoder by its family
 conversion.py  names and shapes on disk against those in memory

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prl.errors import ConfigError
+from prl.model_config import vocab_size
 from prl.packing import DEFAULT_COST, Cost, cost_of, first_fit_decreasing, model_cost, pack
 
 ROW = 16384
@@ -156,13 +157,16 @@ def test_cost_is_that_of_the_models_numbers(tmp_path: Path) -> None:
     assert model_cost(str(tmp_path)) == DEFAULT_COST == cost_of({"hidden_size": "?", "num_hidden_layers": 2})
 
 
-def test_cost_knows_experts_windows_and_nested_configs() -> None:
+def test_cost_knows_experts_windows_and_nested_configs(tmp_path: Path) -> None:
     experts = {"num_experts_per_tok": 8, "moe_intermediate_size": 384, "num_experts": 128}
-    assert cost_of({**QWEN3_06B, **experts}) == cost_of(QWEN3_06B)  # 8 x 384 = 3072 of a token's path
+    router = 6 * 28 * 1024 * 128
+    assert cost_of({**QWEN3_06B, **experts}).linear == cost_of(QWEN3_06B).linear + router  # 8 x 384 = 3072
     kinds = ["sliding_attention"] * 21 + ["full_attention"] * 7
     windowed = cost_of({**QWEN3_06B, "layer_types": kinds})
     assert windowed.linear == cost_of(QWEN3_06B).linear and windowed.quadratic == cost_of(QWEN3_06B).quadratic / 4
-    assert cost_of({"model_type": "vlm", "text_config": QWEN3_06B}) == cost_of(QWEN3_06B)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "vlm", "text_config": QWEN3_06B}))
+    assert model_cost(str(tmp_path)) == cost_of(QWEN3_06B)
+    assert vocab_size(str(tmp_path)) == 151936 and vocab_size("some/name") == 0
 
 
 def test_ranks_are_balanced_by_the_cost_given() -> None:

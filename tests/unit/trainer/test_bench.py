@@ -15,7 +15,7 @@ import torch
 
 from prl.config.bench import BenchConfig, BenchTable
 from prl.errors import ConfigError
-from prl_models.flops import step_flops
+from prl.flops import step_flops
 from prl_trainer_fsdp.bench.data import denominators, synthetic_rows, with_sampler
 from prl_trainer_fsdp.bench.named import SHAPES
 from prl_trainer_fsdp.bench.parts import Clock, Measured, category, measure

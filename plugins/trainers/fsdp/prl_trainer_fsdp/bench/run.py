@@ -25,7 +25,7 @@ from prl.config.bench import BenchConfig
 from prl.config.load import read_resolved
 from prl.config.schema import ModelTable
 from prl.errors import PrlError
-from prl_models.flops import StepFlops, peak, step_flops
+from prl.flops import StepFlops, peak, step_flops
 from prl_models.provider import read_config
 from prl_trainer_fsdp.bench.data import denominators, synthetic_rows, with_sampler
 from prl_trainer_fsdp.bench.parts import Clock, Measured, communication_s, kernel_times, measure, profiled, save_profile

@@ -6,7 +6,8 @@ import logging
 from collections.abc import Callable
 
 from prl.config.schema import SftConfig
-from prl.packing import Cost, vocab_size
+from prl.model_config import vocab_size
+from prl.packing import Cost
 from prl_trainer_fsdp.sft.prefetch import Prefetcher, Process
 from prl_trainer_fsdp.sft.rendering import choose, load_tokenizer
 from prl_trainer_fsdp.sft.sources import open_sources

@@ -21,7 +21,8 @@ import numpy as np
 
 from prl.config.data import SftDataTable
 from prl.errors import ConfigError, PrlError
-from prl.packing import Cost, vocab_size
+from prl.model_config import vocab_size
+from prl.packing import Cost
 from prl.process import start_logging
 from prl_trainer_fsdp.sft.order import Order
 from prl_trainer_fsdp.sft.rendering import choose, load_tokenizer

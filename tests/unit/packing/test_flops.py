@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from prl_models.flops import active_parameters, attention_flops, layer_parameters, peak, step_flops
+from prl.flops import active_parameters, attention_flops, layer_parameters, peak, step_flops
 
 QWEN3_06B: dict[str, Any] = {
     "hidden_size": 1024,
@@ -106,5 +106,5 @@ def test_peaks_are_found_by_name() -> None:
 
 
 def test_it_imports_no_torch() -> None:
-    code = "import sys, prl_models.flops; sys.exit('torch' in sys.modules)"
+    code = "import sys, prl.flops; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

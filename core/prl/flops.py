@@ -1,4 +1,4 @@
-"""Floating-point operations of a training step, by arithmetic on a Hugging Face configuration. Imports no torch.
+"""Floating-point operations of a training step, by arithmetic on a Hugging Face configuration.
 
 With P parameters in the matrix products that one token passes through (the head's too, tied or not; an embedding is
 looked up, not multiplied; of a mixture's experts those that a token is sent to), T tokens, and for each of the layers h
@@ -85,19 +85,19 @@ def step_flops(
         rows: for every row the lengths of its documents.
         lora_rank: 0 trains every weight.
     """
-    layers, head = layer_parameters(config), head_parameters(config)
+    parameters = active_parameters(config)
     tokens = float(sum(sum(row) for row in rows))
     adapters = lora_rank * adapter_width(config, lora_targets) if lora_rank else 0
     backward = 2.0 if lora_rank else 4.0
-    products = tokens * ((2.0 + backward) * (layers + head) + 6.0 * adapters)
+    products = tokens * ((2.0 + backward) * parameters + 6.0 * adapters)
     forward_attention = sum(attention_flops(config, row) for row in rows)
-    wide = int(config["num_hidden_layers"]) * _heads(config) * _head_dim(config)
+    wide = int(config["num_hidden_layers"]) * attention_width(config)
     whole_rows = sum(6.0 * wide * float(sum(row)) ** 2 for row in rows)
     return StepFlops(
         products=products,
         attention=3.5 * forward_attention,
         published=products + whole_rows,
-        forward_products=2.0 * tokens * (layers + adapters),
+        forward_products=2.0 * tokens * (layer_parameters(config) + adapters),
         forward_attention=forward_attention,
     )
 
@@ -113,16 +113,12 @@ def attention_flops(config: Config, documents: Sequence[int]) -> float:
     for kind in kinds:
         reach = int(window) if kind == "sliding_attention" and window else None
         pairs += sum(n * n / 2.0 if reach is None or n <= reach else n * reach - reach**2 / 2.0 for n in documents)
-    return 4.0 * _heads(config) * _head_dim(config) * pairs
+    return 4.0 * attention_width(config) * pairs
 
 
 def active_parameters(config: Config) -> int:
     """Parameters in the matrix products of one token, the head's too."""
-    return layer_parameters(config) + head_parameters(config)
-
-
-def head_parameters(config: Config) -> int:
-    return int(config["vocab_size"]) * int(config["hidden_size"])
+    return layer_parameters(config) + int(config["vocab_size"]) * int(config["hidden_size"])
 
 
 def layer_parameters(config: Config) -> int:
@@ -131,10 +127,15 @@ def layer_parameters(config: Config) -> int:
     return sum(_attention_parameters(config) + _mlp_parameters(config, index) for index in range(layers))
 
 
+def attention_width(config: Config) -> int:
+    """h d: of all heads of a layer together."""
+    return _heads(config) * _head_dim(config)
+
+
 def adapter_width(config: Config, targets: Sequence[str]) -> int:
     """Sum over all adapted matrices of rows plus columns: an adapter of rank r has r times as many parameters."""
     hidden, inner = int(config["hidden_size"]), int(config["intermediate_size"])
-    q, kv = _heads(config) * _head_dim(config), _kv_heads(config) * _head_dim(config)
+    q, kv = attention_width(config), _kv_heads(config) * _head_dim(config)
     sizes = {
         "q_proj": hidden + q,
         "k_proj": hidden + kv,
