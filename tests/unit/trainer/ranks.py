@@ -18,16 +18,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from prl.errors import ConfigError, EnvironmentNotFit
 from prl.messages import TrainBatch
 from prl.rows import assemble
+from prl_trainer_fsdp.optim.optimizer import clip
 from prl_trainer_fsdp.parallel import mesh
 from prl_trainer_fsdp.parallel.layout import Layout
 from prl_trainer_fsdp.parallel.runtime import Runtime, _check_agreement, end, start
-from prl_trainer_fsdp.parallel.sharding import gather
+from prl_trainer_fsdp.parallel.sharding import gather, scatter_like
 from prl_trainer_fsdp.trainer import Trainer
 from tests.unit.trainer.helpers import batches, run_config, samples
 
@@ -80,6 +82,7 @@ def main(model: Path, out: Path, names: list[str]) -> None:
             folder.mkdir()
         train(laid_out(first, name), model, name, folder, resume=index == 0)
     check_refusals(model, first)
+    check_clipping(first)
     dist.barrier()
     end(0)
 
@@ -97,6 +100,25 @@ def check_refusals(model: Path, first: Runtime) -> None:
     assert list(meshes.experts.get_coordinate() or ()) == [0, first.rank // 2, first.rank % 2]
     with pytest.raises(EnvironmentNotFit, match=f"rank {first.rank}: the group 'shard' is"):
         mesh._check(meshes, dataclasses.replace(layout, dp_shard=2 * first.world), first.rank)
+
+
+def check_clipping(first: Runtime) -> None:
+    """One norm of gradients that are sharded over all ranks, sharded in two copies, and not at all."""
+    layouts = (Layout(1, first.world), Layout(2, first.world // 2))
+    meshes = [mesh.make(layout, first.rank, "cpu", "ulysses").shard for layout in layouts]
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(5, 3, generator=generator) for _ in range(3)]
+    parameters = [torch.nn.Parameter(torch.zeros(5, 3))]
+    for over in meshes:
+        places = [*[Replicate()] * (over.ndim - 1), Shard(0)]
+        parameters.append(torch.nn.Parameter(distribute_tensor(torch.zeros(5, 3), over, places, src_data_rank=None)))
+    for parameter, gradient in zip(parameters, whole, strict=True):
+        parameter.grad = scatter_like(gradient.clone(), parameter)
+    expected = torch.cat(whole).norm()
+    torch.testing.assert_close(clip(parameters, 1.0), expected)
+    for parameter, gradient in zip(parameters, whole, strict=True):
+        assert parameter.grad is not None
+        torch.testing.assert_close(gather(parameter.grad), gradient / expected)
 
 
 def configured(model: Path, name: str, world: int) -> Any:
