@@ -13,7 +13,6 @@ Scaling: `prl bench trainer` on one GPU and on all of them, with a row for each 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import gc
 import json
 import subprocess
@@ -36,7 +35,6 @@ from prl_trainer_fsdp.bench.run import device_name, versions
 from prl_trainer_fsdp.bench.shapes import shapes_of, write_model
 from prl_trainer_fsdp.config import FsdpConfig
 from prl_trainer_fsdp.learner import Learner
-from prl_trainer_fsdp.parallel import mesh
 from prl_trainer_fsdp.parallel.runtime import Runtime, start
 
 HERE = Path(__file__).parent
@@ -80,9 +78,7 @@ def once(asked: Found, layout: str, dtype: str, model: Path, runtime: Runtime) -
     """Log-probabilities of all documents before a step, and the step's loss and norm of the gradient."""
     config, own = configuration(asked, layout, dtype, str(model), runtime.world)
     if runtime.world > 1:  # the same processes, laid out anew
-        laid_out = own.layout(runtime.world)
-        meshes = mesh.make(laid_out, runtime.rank, runtime.device.type, own.cp_style)
-        runtime = dataclasses.replace(runtime, layout=laid_out, meshes=meshes)
+        runtime = runtime.laid_out(own)
     learner = Learner(config.model, own, config.loss.build(), runtime)
     rows = [with_sampler(row, near_uniform, (0,)) for row in synthetic_rows(config.bench, asked["vocab_size"], (0,))]
     documents = [part.tolist() for row in rows for part in np.split(row.token_ids, row.cu_seqlens[1:-1])]

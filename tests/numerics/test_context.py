@@ -4,9 +4,6 @@ everything (`context_ranks.py`), and the tests look at what it found."""
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +11,12 @@ import pytest
 import torch
 
 from prl.errors import ConfigError
+from prl.testing.numerics import sharpen
 from prl_models.blocks.context import check_heads
 from prl_models.blocks.packing import Packing
 from prl_models.blocks.ring import ring_plan, zigzag
+
+from ..unit.trainer.helpers import run_ranks
 
 MODELS = ("llama", "qwen3", "qwen3_moe", "glm4_moe", "minimax_m2")
 
@@ -49,25 +49,13 @@ def save_models(folder: Path) -> None:
     for name, config in configs.items():
         torch.manual_seed(0)
         model = t.AutoModelForCausalLM.from_config(config())
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.ndim > 1:
-                    parameter.mul_(5.0)
+        sharpen(model, 5.0)
         model.save_pretrained(folder / name)
 
 
-def run_ranks(folder: Path, ranks: int, device: str) -> dict[str, float]:
+def errors_of(folder: Path, ranks: int, device: str) -> dict[str, float]:
     """The largest error of any rank."""
-    script = Path(__file__).with_name("context_ranks.py")
-    done = subprocess.run(
-        [sys.executable, "-m", "prl_trainer_fsdp.ranks", str(ranks), str(script), str(folder), device],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    run_ranks(Path(__file__).with_name("context_ranks.py"), ranks, str(folder), device)
     worst: dict[str, float] = {}
     for rank in range(ranks):
         for check, error in json.loads((folder / f"errors-{rank}.json").read_text()).items():
@@ -79,7 +67,7 @@ def run_ranks(folder: Path, ranks: int, device: str) -> dict[str, float]:
 def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
     folder = tmp_path_factory.mktemp("context")
     save_models(folder)
-    return run_ranks(folder, 4, "cpu")
+    return errors_of(folder, 4, "cpu")
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -106,7 +94,7 @@ def test_a_model_on_shared_rows_equals_one_process(errors: dict[str, float], sty
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
 def test_attention_of_a_row_that_gpus_share(tmp_path: Path) -> None:
     """Through NCCL, bfloat16, by the kernel that is chosen there."""
-    found = run_ranks(tmp_path, 2, "cuda")
+    found = errors_of(tmp_path, 2, "cuda")
     assert len(found) == 6
     assert max(found.values()) < 2e-2, found
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from prl.errors import EnvironmentNotFit
-from prl.testing.numerics import assert_parity, relative_error
+from prl.testing.numerics import assert_parity, relative_error, sharpen
 from prl_models.batch import PackedBatch
 from prl_models.blocks import head
 from prl_models.blocks.attention import Padded, packed_attention
@@ -216,10 +216,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     torch.manual_seed(0)
     model = t.AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(3.0)
+    sharpen(model, 3.0)
     out = tmp_path_factory.mktemp("qwen3")
     model.save_pretrained(out)
     return out

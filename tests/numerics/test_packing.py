@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from prl.testing.numerics import assert_parity
+from prl.testing.numerics import assert_parity, sharpen
 from prl_models.batch import PackedBatch
 from prl_models.blocks.attention import packed_attention
 from prl_models.blocks.packing import Packing, shared_prefixes
@@ -99,10 +99,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     }[request.param]()
     torch.manual_seed(0)
     model = t.AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(5.0)
+    sharpen(model, 5.0)
     out = tmp_path_factory.mktemp(request.param)
     model.save_pretrained(out)
     return out

@@ -2,6 +2,7 @@
 
 * `assert_parity`: one tensor against a reference, with a message that says where and by how much they differ.
 * `assert_same_bits`: nothing may differ, not even the sign of a zero.
+* `sharpen`: makes a random model peaked enough for a comparison to fail.
 * `loss_row`, `pick`: packed rows for a loss.
 * `random_tensors`: weights of every dtype and shape that a channel must carry.
 """
@@ -12,7 +13,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from prl.loss import LossInputs
 
@@ -75,6 +76,14 @@ def assert_same_bits(reference: Mapping[str, Tensor], value: Mapping[str, Tensor
 
 def _bits(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def sharpen(model: nn.Module, factor: float) -> None:
+    """Multiply every matrix: a model of random weights gives nearly uniform distributions, on which nothing differs."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(factor)
 
 
 def random_tensors(seed: int = 0) -> dict[str, Tensor]:

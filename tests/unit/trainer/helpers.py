@@ -16,13 +16,14 @@ from prl.config.schema import RunConfig
 from prl.messages import TrainBatch, TrainSample, TrainUpdate
 from prl.packing import pack
 from prl.rows import denominators
+from prl.testing.numerics import sharpen
 from prl.types import Credit, SampleBody, SampleHeader
 from prl_trainer_fsdp.parallel.runtime import Runtime
+from prl_trainer_fsdp.trainer import Trainer
 
 VOCAB = 61
 CPU = Runtime(0, 1, torch.device("cpu"))
 PEAK = 6.0
-"""Weights times this: on near-uniform distributions nothing could fail."""
 
 
 def save_model(folder: Path, *, tied: bool = True, seed: int = 0) -> Path:
@@ -45,10 +46,7 @@ def save_model(folder: Path, *, tied: bool = True, seed: int = 0) -> Path:
             pad_token_id=0,
         )
     )
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(PEAK)
+    sharpen(model, PEAK)
     model.save_pretrained(folder)
     return folder
 
@@ -89,7 +87,15 @@ def batches(made: list[TrainSample], step: int, ranks: int = 1, row_tokens: int 
     return [TrainBatch("test", 0, step, step - 1, [update]) for update in updates]
 
 
-def state(trainer: Any) -> dict[str, torch.Tensor]:
+def trained(config: RunConfig, at: Path, steps: int = 2) -> Trainer:
+    """By one process."""
+    trainer = Trainer(config, at, CPU)
+    for step in range(1, steps + 1):
+        trainer.train(batches(samples(step, step - 1), step)[0])
+    return trainer
+
+
+def state(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in trainer.learner.parameters()}
 
 

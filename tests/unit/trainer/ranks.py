@@ -128,10 +128,7 @@ def configured(model: Path, name: str, world: int) -> Any:
 
 
 def laid_out(first: Runtime, name: str) -> Runtime:
-    """The same ranks in another layout."""
-    config = configured(Path("none"), name, first.world).trainer.plugin_config()
-    layout = config.layout(first.world)
-    return dataclasses.replace(first, layout=layout, meshes=mesh.make(layout, first.rank, "cpu", config.cp_style))
+    return first.laid_out(configured(Path("none"), name, first.world).trainer.plugin_config())
 
 
 def train(runtime: Runtime, model: Path, name: str, folder: Path, *, resume: bool) -> None:

@@ -6,7 +6,6 @@ published.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import sys
@@ -19,19 +18,10 @@ from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
-from prl_trainer_fsdp.parallel import mesh
 from prl_trainer_fsdp.parallel.runtime import end, start
 from prl_trainer_fsdp.parallel.sharding import gather
 from prl_trainer_fsdp.trainer import Trainer
 from tests.unit.trainer.helpers import batches, run_config, samples
-
-
-def case_config(model: Path, keys: dict[str, Any]) -> Any:
-    """`impl` and `dtype` are the model's, all else the trainer's."""
-    own = {key: value for key, value in keys.items() if key not in ("impl", "dtype")}
-    config = run_config(model, **own)
-    chosen = {key: keys[key] for key in ("impl", "dtype") if key in keys}
-    return config.model_copy(update={"model": config.model.model_copy(update=chosen)})
 
 
 def result(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -47,17 +37,12 @@ def train(trainer: Trainer, ranks: int, rank: int, steps: range) -> None:
 
 
 def main(model: Path, out: Path, cases: dict[str, dict[str, Any]]) -> None:
-    configs = {
-        name: case_config(model, {**keys, "processes": int(os.environ["WORLD_SIZE"])}) for name, keys in cases.items()
-    }
+    configs = {name: run_config(model, **keys, processes=int(os.environ["WORLD_SIZE"])) for name, keys in cases.items()}
     first = start(next(iter(configs.values())))
     for name, config in configs.items():
-        own = config.trainer.plugin_config()
-        layout = own.layout(first.world)
-        meshes = mesh.make(layout, first.rank, "cpu", own.cp_style)
-        runtime = dataclasses.replace(first, layout=layout, meshes=meshes)
+        runtime = first.laid_out(config.trainer.plugin_config())
         trainer = Trainer(config, out / name, runtime)
-        train(trainer, layout.data_ranks, runtime.data_rank, range(1, 6))
+        train(trainer, runtime.layout.data_ranks, runtime.data_rank, range(1, 6))
         found = result(trainer)
         if runtime.is_leader:
             save_file({key: value.contiguous() for key, value in found.items()}, out / f"{name}.safetensors")

@@ -32,8 +32,7 @@ LORA = {"rank": 4, "alpha": 8.0, "targets": ["q_proj", "v_proj", "down_proj"]}
 def make_run(at: Path, model: Path, impl: str = "auto", **trainer: Any) -> tuple[RunDir, Trainer]:
     """A run directory as far as exporting reads it: configuration, one checkpoint of one step."""
     run = RunDir(at)
-    config = run_config(model, **trainer)
-    config = config.model_copy(update={"model": config.model.model_copy(update={"impl": impl})})
+    config = run_config(model, impl=impl, **trainer)
     made = Trainer(config, run.path, CPU)
     made.train(batches(samples(1, 0), 1)[0])
     made.snapshot(1)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors import safe_open
 
 from prl.errors import ConfigError, Preempted
@@ -17,7 +15,7 @@ from prl_models.hf import export_hf
 from prl_trainer_fsdp.sft.run import SftRun, main
 from prl_trainer_fsdp.trainer import Trainer
 
-from .helpers import CPU, batches, run_config, samples, state
+from .helpers import CPU, batches, run_config, samples, state, trained
 from .sft_helpers import metrics, save_all, write_config
 
 LORA = {"rank": 4, "alpha": 8.0}
@@ -25,15 +23,7 @@ SEQUENCES = [[3, 9, 27, 20, 60, 58], [5, 5, 8, 13, 21]]
 
 
 def configured(model: Path, impl: str = "auto", **trainer: Any) -> Any:
-    config = run_config(model, **{"lora": LORA, **trainer})
-    return config.model_copy(update={"model": config.model.model_copy(update={"impl": impl})})
-
-
-def trained(config: Any, at: Path, steps: int = 3) -> Trainer:
-    trainer = Trainer(config, at, CPU)
-    for step in range(1, steps + 1):
-        trainer.train(batches(samples(step, step - 1), step)[0])
-    return trainer
+    return run_config(model, **{"impl": impl, "lora": LORA, **trainer})
 
 
 def whole(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -80,7 +70,7 @@ def test_own_code_and_transformers_train_the_same_adapters(model: Path, tmp_path
 
 def test_adapters_alone_are_saved_and_resumed(model: Path, tmp_path: Path) -> None:
     config = configured(model)
-    trainer = trained(config, tmp_path / "a", 2)
+    trainer = trained(config, tmp_path / "a")
     trainer.snapshot(2)
     trainer.checkpoint(2, tmp_path / "saved")
     kept = [key for file in sorted((tmp_path / "saved").rglob("*.safetensors")) for key in names_in(file)]
@@ -104,19 +94,10 @@ def test_first_values_depend_on_names_alone(model: Path, tmp_path: Path) -> None
     assert all((value == 0).all() == name.endswith("lora_B") for name, value in one.items())
 
 
-@pytest.fixture
-def group() -> Iterator[None]:
-    """hf in bfloat16 in one process makes a process group of its own."""
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 @pytest.mark.parametrize("impl", ["auto", "hf"])
 def test_bfloat16_keeps_the_frozen_model_in_bfloat16(model: Path, tmp_path: Path, group: None, impl: str) -> None:
-    config = configured(model, impl)
-    half = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
-    exact, trainer = trained(config, tmp_path / "exact", 2), trained(half, tmp_path / "half", 2)
+    exact = trained(configured(model, impl), tmp_path / "exact")
+    trainer = trained(configured(model, impl, dtype="bfloat16"), tmp_path / "half")
     for name, parameter in trainer.learner.model.named_parameters():
         assert parameter.dtype == (torch.float32 if ".lora_" in name else torch.bfloat16), name
     assert {tensor.dtype for _, tensor in trainer.learner.disk_tensors()} == {torch.bfloat16}

@@ -16,13 +16,14 @@ from prl.errors import ConfigError
 from prl.testing.numerics import assert_parity, assert_same_bits
 from prl_models.blocks.attention import Padded
 from prl_models.blocks.decoder import Attention
-from prl_trainer_fsdp import activations, optim
+from prl_trainer_fsdp import activations
 from prl_trainer_fsdp.activations import offload_activations
 from prl_trainer_fsdp.config import FsdpConfig
 from prl_trainer_fsdp.memory import recompute
+from prl_trainer_fsdp.optim import Optimizer
 from prl_trainer_fsdp.trainer import Trainer
 
-from .helpers import CPU, batches, run_config, samples, state
+from .helpers import CPU, batches, run_config, samples, state, trained
 
 WAYS: list[dict[str, Any]] = [
     {"recompute": kind, "offload_activations": offload}
@@ -30,28 +31,20 @@ WAYS: list[dict[str, Any]] = [
 ]
 
 
-def trained(model: Path, at: Path, impl: str = "auto", steps: int = 2, **keys: Any) -> Trainer:
-    config = run_config(model, **keys)
-    config = config.model_copy(update={"model": config.model.model_copy(update={"impl": impl})})
-    trainer = Trainer(config, at, CPU)
-    for step in range(1, steps + 1):
-        trainer.train(batches(samples(step, step - 1), step)[0])
-    return trainer
-
-
 @pytest.mark.parametrize("impl", ["auto", "hf"])
 def test_recomputing_and_offloading_change_no_bit(model: Path, tmp_path: Path, impl: str) -> None:
-    expected = state(trained(model, tmp_path / "plain", impl))
+    expected = state(trained(run_config(model, impl=impl), tmp_path / "plain"))
     for number, way in enumerate(WAYS[1:]):
-        found = trained(model, tmp_path / str(number), impl, **way)
+        found = trained(run_config(model, impl=impl, **way), tmp_path / str(number))
         assert_same_bits(expected, state(found), str(way))
 
 
 def test_with_adapters_too(model: Path, tmp_path: Path) -> None:
     keys: dict[str, Any] = {"lora": {"rank": 2}}
-    expected = state(trained(model, tmp_path / "plain", **keys))
+    expected = state(trained(run_config(model, **keys), tmp_path / "plain"))
     for number, way in enumerate(WAYS[1:]):
-        assert_same_bits(expected, state(trained(model, tmp_path / str(number), **keys, **way)), str(way))
+        found = trained(run_config(model, **keys, **way), tmp_path / str(number))
+        assert_same_bits(expected, state(found), str(way))
 
 
 class Counted:
@@ -182,18 +175,18 @@ def test_the_state_on_the_host_changes_no_bit(
     model: Path, tmp_path: Path, optimizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys: dict[str, Any] = {"optimizer": optimizer, "weight_decay": 0.1}
-    plain = trained(model, tmp_path / "plain", **keys)
-    monkeypatch.setattr(optim, "BUCKET", 4000)
-    offloaded = trained(model, tmp_path / "offloaded", offload_optimizer=True, **keys)
+    plain = trained(run_config(model, **keys), tmp_path / "plain")
+    monkeypatch.setattr("prl_trainer_fsdp.optim.optimizer.BUCKET", 4000)
+    offloaded = trained(run_config(model, offload_optimizer=True, **keys), tmp_path / "offloaded")
     hosts = [unit.host for unit in offloaded.learner.optimizer._units]
     assert len(hosts) > 3 and all(host is not None and host._copy is None for host in hosts)
     assert_same_bits(state(plain), state(offloaded))
     assert_same_bits(dict(plain.learner.optimizer.named_state()), dict(offloaded.learner.optimizer.named_state()))
     offloaded.snapshot(2)
     offloaded.checkpoint(2, tmp_path / "saved")
-    again = trained(model, tmp_path / "again", steps=0, **keys)
+    again = Trainer(run_config(model, **keys), tmp_path / "again", CPU)
     again.load_checkpoint(tmp_path / "saved")
-    back = trained(model, tmp_path / "back", steps=0, offload_optimizer=True, **keys)
+    back = Trainer(run_config(model, offload_optimizer=True, **keys), tmp_path / "back", CPU)
     back.load_checkpoint(tmp_path / "saved")
     for trainer in (plain, again, back):
         trainer.train(batches(samples(3, 2), 3)[0])
@@ -206,11 +199,10 @@ def test_the_state_on_the_host_changes_no_bit(
 def test_compiled_blocks_train_the_same_and_once_for_rows_of_any_length(model: Path, tmp_path: Path, kind: str) -> None:
     from torch._dynamo.utils import counters
 
-    expected = state(trained(model, tmp_path / "plain", "hf", steps=3))
+    expected = state(trained(run_config(model, impl="hf"), tmp_path / "plain", 3))
     torch.compiler.reset()
     counters.clear()
-    config = run_config(model, compile=True, recompute=kind, offload_activations=True)
-    config = config.model_copy(update={"model": config.model.model_copy(update={"impl": "hf"})})
+    config = run_config(model, impl="hf", compile=True, recompute=kind, offload_activations=True)
     trainer, graphs = Trainer(config, tmp_path / "compiled", CPU), []
     for step in (1, 2, 3):
         trainer.train(batches(samples(step, step - 1), step)[0])
@@ -282,14 +274,14 @@ def test_activations_on_the_host_lower_the_peak_of_a_gpu(recomputed: bool, least
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["adamw", "muon", "sgd"])
 def test_the_state_on_the_host_lowers_the_peak_of_a_gpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optim, "BUCKET", 1 << 22)
+    monkeypatch.setattr("prl_trainer_fsdp.optim.optimizer.BUCKET", 1 << 22)
 
     def made(offload: bool) -> tuple[list[nn.Linear], Callable[[], None]]:
         torch.manual_seed(0)
         layers = [nn.Linear(2048, 1024, device="cuda") for _ in range(24)]
         named = [(f"{i}.{name}", p) for i, layer in enumerate(layers) for name, p in layer.named_parameters()]
         config = FsdpConfig.model_validate({"optimizer": kind, "offload_optimizer": offload})
-        optimizer = optim.Optimizer(config, named, layers)
+        optimizer = Optimizer(config, named, layers)
 
         def step() -> None:
             for _ in range(3):

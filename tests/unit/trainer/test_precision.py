@@ -2,40 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from prl.config.schema import RunConfig
 from prl.rows import PackedRow, assemble
 from prl.testing.numerics import relative_error
 from prl_trainer_fsdp.parallel.sharding import gather
 from prl_trainer_fsdp.trainer import Trainer
 
-from .helpers import CPU, batches, run_config, samples, state
-
-
-@pytest.fixture
-def group() -> Iterator[None]:
-    """bfloat16 in one process makes a process group of its own."""
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def in_bfloat16(config: RunConfig, impl: str = "auto") -> RunConfig:
-    return config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16", "impl": impl})})
-
-
-def trained(config: RunConfig, at: Path) -> Trainer:
-    trainer = Trainer(config, at, CPU)
-    for step in (1, 2):
-        trainer.train(batches(samples(step, step - 1), step)[0])
-    return trainer
+from .helpers import CPU, batches, run_config, samples, state, trained
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -43,8 +22,10 @@ def trained(config: RunConfig, at: Path) -> Trainer:
 def test_bfloat16_computes_with_copies_of_float32_parameters(
     model: Path, tmp_path: Path, group: None, impl: str, recompute: str
 ) -> None:
-    config = run_config(model, recompute=recompute, lr=1e-3)
-    exact, rounded = trained(config, tmp_path / "exact"), trained(in_bfloat16(config, impl), tmp_path / "rounded")
+    keys: dict[str, Any] = {"recompute": recompute, "lr": 1e-3}
+    config = run_config(model, **keys)
+    exact = trained(config, tmp_path / "exact")
+    rounded = trained(run_config(model, impl=impl, dtype="bfloat16", **keys), tmp_path / "rounded")
     sharded = any(isinstance(p, DTensor) for _, p in rounded.learner.parameters())
     assert sharded == (impl == "hf"), "a model that casts where it uses its weights needs no second copy of them"
     reference = rounded.publish(2)
@@ -79,7 +60,7 @@ def gradients(trainer: Trainer, rows: list[PackedRow], denominators: dict[str, f
 
 @pytest.mark.parametrize("impl", ["auto", "hf"])
 def test_gradients_of_rows_are_summed_in_float32(model: Path, tmp_path: Path, group: None, impl: str) -> None:
-    trainer = Trainer(in_bfloat16(run_config(model, max_grad_norm=0), impl), tmp_path, CPU)
+    trainer = Trainer(run_config(model, impl=impl, dtype="bfloat16", max_grad_norm=0), tmp_path, CPU)
     update = batches(samples(1, groups=6), 1)[0].updates[0]
     rows = [assemble(row) for row in update.rows]
     assert len(rows) > 2
@@ -94,7 +75,7 @@ def test_gradients_of_rows_are_summed_in_float32(model: Path, tmp_path: Path, gr
 
 
 def test_masters_keep_steps_that_bfloat16_would_round_away(model: Path, tmp_path: Path) -> None:
-    trainer = Trainer(in_bfloat16(run_config(model, lr=1e-6)), tmp_path, CPU)
+    trainer = Trainer(run_config(model, dtype="bfloat16", lr=1e-6), tmp_path, CPU)
     before = state(trainer)
     moved = []
     for step in (1, 2, 3):

@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn, Protocol, cast
 
 import torch
@@ -52,6 +52,11 @@ class Runtime:
     def context(self) -> ContextParallel | None:
         return None if self.meshes is None else self.meshes.context
 
+    def laid_out(self, own: FsdpConfig) -> Runtime:
+        """The same ranks in the layout that a configuration asks for. Collective."""
+        layout = own.layout(self.world)
+        return replace(self, layout=layout, meshes=mesh.make(layout, self.rank, self.device.type, own.cp_style))
+
 
 class Configuration(Protocol):
     """What a run's, a supervised run's and a benchmark's configuration have in common."""
@@ -75,7 +80,7 @@ def start(config: Configuration, environ: Mapping[str, str] = os.environ) -> Run
         raise ConfigError(
             [f"trainer.processes is {config.trainer.processes}, but the trainer was started as {world} processes"]
         )
-    layout = own.layout(world)
+    own.layout(world)  # what cannot be is said before any rank waits for another
     device = _device(own.device, environ)
     if config.trainer.threads:
         torch.set_num_threads(config.trainer.threads)
@@ -89,7 +94,7 @@ def start(config: Configuration, environ: Mapping[str, str] = os.environ) -> Run
     bound = {"device_id": device} if device.type == "cuda" else {}
     dist.init_process_group(backend(device), init_method=place, rank=rank, world_size=world, **bound)
     _check_agreement(config, world, device)
-    return Runtime(rank, world, device, layout, mesh.make(layout, rank, device.type, own.cp_style))
+    return Runtime(rank, world, device).laid_out(own)
 
 
 def leave() -> None:
