@@ -26,11 +26,11 @@ def test_show_can_leave_defaults_out(project: Path, prl: Any) -> None:
 
 def test_explain_a_key_and_its_value(project: Path, prl: Any) -> None:
     told = prl("config", "explain", "loop.steps", "run.toml").stdout
-    assert "Optimiser steps" in told
+    assert "trains policy version" in told
     assert "run.toml:6:9" in told
     assert "max_staleness" in prl("config", "explain", "loop").stdout
     assert "loop" in prl("config", "explain").stdout
-    assert "Optimiser steps" in json.loads(prl("config", "explain", "loop.steps", "--json").stdout)["text"]
+    assert "trains policy version" in json.loads(prl("config", "explain", "loop.steps", "--json").stdout)["text"]
 
 
 def test_explain_an_unknown_key_names_the_nearest(project: Path, prl: Any) -> None:
