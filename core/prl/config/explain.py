@@ -62,6 +62,8 @@ def _explain_table(path: Path, table: type[BaseModel], plugin: type[BaseModel] |
     room = max((len(text) for text in defaults.values()), default=0)
     for name, field in known.items():
         text = " ".join((field.description or own_doc(table_at(table, (name,)))).split())
+        if plugin is not None and table_at(plugin, (name,)) is not None:
+            text += f" A table: prl config explain {dotted((*path, name))}."
         start = f"  {name:{width}}  {defaults[name]:{room}}  " if room else f"  {name:{width}}  "
         # A line is no longer than those of the documentation, so that a terminal of that width breaks none.
         lines += textwrap.wrap(text, 120, initial_indent=start, subsequent_indent=" " * len(start)) or [start.rstrip()]
@@ -71,20 +73,27 @@ def _explain_table(path: Path, table: type[BaseModel], plugin: type[BaseModel] |
 def _explain_plugin_key(
     path: Path, table: type[PluginTable], loaded: LoadedConfig[Any] | None, schema: type[BaseModel]
 ) -> str:
-    name = str(path[-1])
-    if name == "use":
+    inside = tuple(part for part in path[1:] if isinstance(part, str))
+    name = inside[0]
+    if inside == ("use",):
         return _explain_field(path, table.model_fields["use"], loaded, _installed(table.kind))
-    if name in table.model_fields:
+    if inside[1:] == () and name in table.model_fields:
         return _explain_field(path, table.model_fields[name], loaded)
-    plugin = _plugin_of(path[:-1], table, loaded, schema)
+    plugin = _plugin_of(path[:1], table, loaded, schema)
     if plugin is None:
         plugins = ", ".join(f"{path[0]}.{item.entry.name}" for item in registry.listing(table.kind))
         raise ConfigError(
             [f"{dotted(path)}: say which plugin, as in {plugins}, or add a CONFIG: its keys depend on it"]
         )
     if name not in plugin.model_fields:
-        raise _unknown(path, [*table.model_fields, *plugin.model_fields], schema)
-    return _explain_field(path, plugin.model_fields[name], loaded)
+        raise _unknown((path[0], name), [*table.model_fields, *plugin.model_fields], schema)
+    below = table_at(plugin, inside)
+    if below is not None:
+        return _explain_table(path, below, None)
+    parent = table_at(plugin, inside[:-1])
+    if parent is None or inside[-1] not in parent.model_fields:
+        raise _unknown(path, fields(plugin, inside[:-1]), schema)
+    return _explain_field(path, parent.model_fields[inside[-1]], loaded)
 
 
 def _short_default(field: FieldInfo) -> str:
@@ -138,6 +147,8 @@ def type_name(annotation: Any) -> str:
 
 
 def toml_value(value: Any) -> str:
+    if value is None:
+        return "none"
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):

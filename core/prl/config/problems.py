@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from prl.config.compose import Problem, dotted
 from prl.config.positions import Path
-from prl.config.schema import PluginTable
+from prl.config.schema import PluginTable, RunConfig, SftConfig
 
 _PLAIN = {
     "int_type": "must be an integer",
@@ -32,6 +32,7 @@ _PLAIN = {
     "string_pattern_mismatch": "must match {pattern}",
     "too_short": "needs at least {min_length}",
 }
+_WITH = {"run": "", "sft": ", for which other commands take --sft"}
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 _MISSING = ("missing", "missing_argument")
 
@@ -73,6 +74,9 @@ def unknown_key(key: str, known: list[str], root: type[BaseModel], table: Path =
     elsewhere = [dotted(path) for path in everywhere(root) if path[-1] == key and path[:-1] != table]
     if elsewhere:
         return f"unknown key {key!r} here; did you mean {elsewhere[0]}?"
+    for command, other in (("run", RunConfig), ("sft", SftConfig)):
+        if not table and root is not other and key in other.model_fields and issubclass(root, RunConfig | SftConfig):
+            return f"unknown key {key!r} here: it belongs to configurations of prl {command}{_WITH[command]}"
     takes = ", ".join(known) if known else "no keys"
     return f"unknown key {key!r}; {dotted(table) or 'the top level'} takes {takes}"
 
@@ -121,12 +125,13 @@ def _annotation(schema: Any, path: Path) -> Any:
 
 
 def _element(annotation: Any) -> Any:
-    """X of list[X] and of X | None."""
+    """X of list[X] and of X | None; of several, such as "auto" or a table, the table."""
     arguments = [argument for argument in typing.get_args(annotation) if argument is not type(None)]
     origin = typing.get_origin(annotation)
     if origin is typing.Literal or not arguments or (isinstance(origin, type) and issubclass(origin, Mapping)):
         return annotation
-    return _element(arguments[0])
+    tables = [argument for argument in arguments if isinstance(argument, type) and issubclass(argument, BaseModel)]
+    return _element((tables or arguments)[0])
 
 
 def _message(kind: str, message: str, context: Mapping[str, Any]) -> str:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import pytest
 from pydantic import Field
 
 from prl import registry
+from prl.config.tables import Table
 from prl.contribution import Contribution, PluginConfig
 
 
@@ -30,6 +31,18 @@ class Engine(PluginConfig):
         return self.batching == "fixed"
 
 
+class Adapters(Table):
+    """Small matrices beside large ones."""
+
+    rank: int = 16
+    """Rows of one, columns of the other."""
+
+
+class Trainer(PluginConfig):
+    adapters: Adapters | None = None
+    kernels: Literal["auto"] | Adapters = "auto"
+
+
 class Algorithm(PluginConfig):
     min_members: ClassVar[int] = 2
 
@@ -40,7 +53,7 @@ PLUGINS = {
     ("algorithms", "grpo"): Contribution("builtins:id", Algorithm),
     ("losses", "dppo"): Contribution("builtins:id"),
     ("losses", "ce"): Contribution("builtins:id"),
-    ("trainers", "fsdp"): Contribution("builtins:id"),
+    ("trainers", "fsdp"): Contribution("builtins:id", Trainer),
     ("channels", "filesystem"): Contribution("builtins:id"),
     ("launchers", "local"): Contribution("builtins:id"),
 }

@@ -49,6 +49,16 @@ def test_a_plugins_keys_are_explained(write: Callable[..., str]) -> None:
     assert re.search(r"^    hello +Says hello\.$", explain("envs.use"), re.MULTILINE)
 
 
+@pytest.mark.parametrize("table", ["adapters", "kernels"])
+def test_tables_within_a_plugins_table_are_explained(table: str) -> None:
+    """Also where leaving the table out, or a word in its place, is allowed."""
+    assert f"prl config explain trainer.{table}." in " ".join(explain("trainer").split())
+    assert re.search(r"^  rank +16 +Rows of one, columns of the other\.$", explain(f"trainer.{table}"), re.MULTILINE)
+    assert "  type      integer\n  default   16\n" in explain(f"trainer.{table}.rank")
+    with pytest.raises(ConfigError, match="did you mean 'rank'"):
+        explain(f"trainer.{table}.rnk")
+
+
 def test_a_table_shows_defaults_and_whole_descriptions() -> None:
     text = explain("loop")
     assert re.search(r"^  steps +100 +Steps\.", text, re.MULTILINE)
