@@ -80,9 +80,9 @@ def show(error: PrlError) -> None:
         count = len(error.problems)
         title += f" ({count} problems)" if count > 1 else ""
     lines = str(error).splitlines() or [type(error).__name__]
-    typer.secho(f"{title}: ", fg="red", bold=True, err=True, nl=False)
+    typer.secho(f"{title}:", fg="red", bold=True, err=True, nl=False)
     if len(lines) == 1:
-        typer.echo(lines[0], err=True)
+        typer.echo(f" {lines[0]}", err=True)
     else:
         typer.echo("", err=True)
         for line in lines:

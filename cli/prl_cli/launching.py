@@ -103,8 +103,9 @@ def _refusal(run: RunDir) -> str:
         return f"{run.path} exists and is not a run directory: choose another name with --set name=..."
     steps = runs.checkpoint_steps(run)
     last = f"its last checkpoint is of step {steps[-1]}" if steps else "it has no checkpoint"
+    resumed = "continues it" if steps else "starts it afresh"
     return (
-        f"run {run.name!r} exists in {run.path} ({last}): --resume continues it, --clean removes it first, "
+        f"run {run.name!r} exists in {run.path} ({last}): --resume {resumed}, --clean removes it first, "
         "--set name=... starts another"
     )
 

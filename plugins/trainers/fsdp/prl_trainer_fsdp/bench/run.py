@@ -181,13 +181,14 @@ def report(row: Row) -> str:
     """For a person."""
     documents = row["documents"]
     shown = f"{len(documents)} documents" if len(documents) > 1 else "one document"
-    mfu = "-" if row["mfu"] is None else f"{100 * row['mfu']:.1f}%"
+    formula = FORMULA_LORA if row["lora"] else FORMULA
+    mfu = "-   (needs a GPU whose peak is known)" if row["mfu"] is None else f"{100 * row['mfu']:.1f}%   {formula}"
     lines = [
         f"{row['model']}: {row['seq_len']:,} tokens a row as {shown}, {row['world']} x {row['hardware']}",
         f"  kernels     {', '.join(f'{name} {value}' for name, value in row['kernels'].items())}",
         f"  recompute   {row['recompute']}" + (f", LoRA rank {row['lora']}" if row["lora"] else ""),
         f"  tokens/s    {row['tokens_per_s']:,.0f}   (median of {len(row['step_s'])} steps)",
-        f"  MFU         {mfu}   {FORMULA_LORA if row['lora'] else FORMULA}",
+        f"  MFU         {mfu}",
         f"  peak        {row['peak_gib']:.2f} GiB",
         f"  step        {1000 * median(row['step_s']):.1f} ms",
         *(f"    {name:<14}{1000 * value:9.1f} ms" for name, value in row["parts"].items()),

@@ -19,6 +19,9 @@ from prl.config.data import SftSourceTable
 SHOWN = 60
 """Characters of a wrong value that a message shows."""
 
+OTHER_NAMES = "Columns of other names: the keys messages, prompt and completion of [[data.train]] and [[data.eval]]"
+"""What to do where the columns that are needed are missing."""
+
 
 class BadRow(Exception):
     """A row is not what it should be: what was there, and what was expected."""
@@ -62,7 +65,8 @@ def parse(row: object, columns: SftSourceTable) -> Record:
     prompt, completion = row.get(columns.prompt), row.get(columns.completion)
     if prompt is None or completion is None:
         raise BadRow(
-            f"it has {_names(row)}; expected {columns.messages!r}, or {columns.prompt!r} and {columns.completion!r}"
+            f"it has {_names(row)}; expected {columns.messages!r}, or {columns.prompt!r} and {columns.completion!r}. "
+            f"{OTHER_NAMES}"
         )
     if isinstance(prompt, str) and isinstance(completion, str):
         return Text(prompt, completion)

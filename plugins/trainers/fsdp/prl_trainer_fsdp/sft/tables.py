@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from prl.config.data import SftSourceTable
 from prl.errors import ConfigError, EnvironmentNotFit
-from prl_trainer_fsdp.sft.records import BadRow, Row
+from prl_trainer_fsdp.sft.records import OTHER_NAMES, BadRow, Row
 
 BATCH = 1024
 """Rows that become Python objects at a time."""
@@ -108,7 +108,7 @@ def check_columns(schema: pa.Schema, table: SftSourceTable) -> list[str]:
         raise ConfigError(
             [
                 f"data: {table.path} has the columns {', '.join(schema.names) or 'nothing'}; expected "
-                f"{table.messages!r}, or {table.prompt!r} and {table.completion!r}"
+                f"{table.messages!r}, or {table.prompt!r} and {table.completion!r}. {OTHER_NAMES}"
             ]
         )
     if table.tools in present:
