@@ -54,7 +54,7 @@ def import_weights(
 ) -> None:
     """Put a folder's weights into a run's checkpoint.
 
-    `prl run --resume` then goes on from them. The optimiser begins anew; step, samples and random states stay. The
+    --resume then goes on from them. The optimiser begins anew; step, samples and random states stay. The
     former checkpoint and later ones move into `replaced/` of the run. A run that has not started takes its weights
     from model.path instead.
     """
