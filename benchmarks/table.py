@@ -41,9 +41,7 @@ def limit_s(row: Row) -> float:
     config = SHAPES[row["model"]]
     targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     flops = step_flops(config, [row["documents"]], lora_rank=row["lora"], lora_targets=targets)
-    again = row["recompute"] != "none"
-    products = flops.products + (flops.forward_products if again else 0.0)
-    attention = flops.attention + (flops.forward_attention if row["recompute"] == "full" else 0.0)
+    products, attention = flops.hardware(row["recompute"])
     return products / PRODUCTS + attention / ATTENTION[row["case"]]
 
 

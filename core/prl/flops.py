@@ -63,12 +63,11 @@ class StepFlops:
     def model(self) -> float:
         return self.products + self.attention
 
-    def hardware(self, recompute: Recompute) -> float:
-        """With what is computed again in the backward pass."""
-        if recompute == "none":
-            return self.model
-        again = self.forward_products + (self.forward_attention if recompute == "full" else 0.0)
-        return self.model + again
+    def hardware(self, recompute: Recompute) -> tuple[float, float]:
+        """Products and attention, with what is computed again in the backward pass."""
+        products = self.products + (0.0 if recompute == "none" else self.forward_products)
+        attention = self.attention + (self.forward_attention if recompute == "full" else 0.0)
+        return products, attention
 
 
 def step_flops(

@@ -53,9 +53,10 @@ def test_every_term_by_hand() -> None:
     assert found.products == 6 * 8 * (2 * layer + 80)
     assert found.attention == 3.5 * attention
     assert found.published == found.products + 6 * 2 * 8 * 8 * 8  # 8 tokens, each 6 L S h d
-    assert found.hardware("none") == found.model
-    assert found.hardware("selective") == found.model + 2 * 8 * 2 * layer
-    assert found.hardware("full") == found.model + 2 * 8 * 2 * layer + attention
+    again = found.products + 2 * 8 * 2 * layer
+    assert found.hardware("none") == (found.products, found.attention)
+    assert found.hardware("selective") == (again, found.attention)
+    assert found.hardware("full") == (again, found.attention + attention)
 
 
 def test_adapters_need_no_gradient_of_the_frozen_weights() -> None:

@@ -28,12 +28,11 @@ HALVES = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Chosen:
-    """`kernels` names them, and `why` says in a sentence each why."""
+    """`kernels` names them; why it was these is in the log."""
 
     attention: AttentionKernel
     ops: Ops
     kernels: Kernels
-    why: tuple[str, str]
 
 
 @dataclass(frozen=True)
@@ -99,11 +98,11 @@ def choose(
     Raises:
         KernelUnfit: what was asked for by name is not installed, or cannot do this.
     """
-    attention, why_attention = choose_attention(kernels.attention, device, dtype, head_dim, windows=windows)
-    ops, why_ops = _operations(kernels.operations, device)
-    log.info("operations: %s", why_ops)
+    attention, _ = choose_attention(kernels.attention, device, dtype, head_dim, windows=windows)
+    ops, why = _operations(kernels.operations, device)
+    log.info("operations: %s", why)
     took = Kernels(cast(AttentionName, attention.name), cast(OperationsName, ops.name))
-    return Chosen(attention, ops, took, (f"attention: {why_attention}", f"operations: {why_ops}"))
+    return Chosen(attention, ops, took)
 
 
 def choose_attention(
