@@ -156,11 +156,14 @@ def environment() -> dict[str, str]:
 
 
 def _processor() -> str:
+    """Virtual machines name a whole line of processors alike ("AMD EPYC"); family and model tell them apart."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor() or platform.machine()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    first = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in reversed(lines))}
+    known = [first[key] for key in ("model name", "cpu family", "model", "stepping") if key in first]
+    return " / ".join(known) or platform.machine()
 
 
 def recorded() -> list[dict[str, Any]]:
