@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prl.errors import PrlError, UsageError
+from prl.errors import EnvironmentNotFit, PrlError, UsageError
 from prl.rundir import RunDir
 from prl_cli import output, runs
 
@@ -22,7 +22,11 @@ if TYPE_CHECKING:
 
 
 class ExportFailed(PrlError):
-    """The trainer plugin could not do it; the message gives its reason."""
+    """The trainer plugin could not do it; the message gives its reason, `code` is its own."""
+
+    def __init__(self, message: str, code: int = PrlError.exit_code) -> None:
+        super().__init__(message)
+        self.exit_code = code if code in (UsageError.exit_code, EnvironmentNotFit.exit_code) else PrlError.exit_code
 
 
 def export(run: RunDir, step: int | None, out: Path, *, dtype: str = "", adapter: bool = False) -> int:
@@ -61,7 +65,7 @@ def import_weights(run: RunDir, step: int | None, source: str) -> tuple[int, Pat
         source = str(Path(source).resolve())
     with runs.held(run):
         request = {"action": "import", "run": str(run.path), "step": chosen, "source": source}
-        aside = _ask(request, f"{source} ", f"imported into run {run.name!r}")
+        aside = _ask(request, source, f"imported into run {run.name!r}")
     return chosen, Path(aside)
 
 
@@ -85,7 +89,7 @@ def _ask(request: dict[str, Any], what: str, doing: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         reason = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "no reason given")
-        raise ExportFailed(f"{what} could not be {doing}: {reason}")
+        raise ExportFailed(f"{what} could not be {doing}: {reason}", done.returncode)
     return next((line for line in reversed(done.stdout.splitlines()) if line.strip()), "")
 
 

@@ -66,8 +66,9 @@ def test_every_optimiser_continues(model: Path, tmp_path: Path, optimizer: str) 
     assert advance(whole, 3, 3) == advance(again, 3, 3)
     assert_same_bits(state(whole), state(again))
     other = Trainer(run_config(model), tmp_path / "other", CPU)
-    with pytest.raises(StoreError, match="belongs to another optimiser: it lacks 'exp_avg"):
+    with pytest.raises(StoreError, match="belongs to another optimiser: it lacks 'exp_avg") as refused:
         other.load_checkpoint(tmp_path / "saved")
+    assert refused.value.exit_code == 2
 
 
 def test_training_goes_on_while_a_slow_disk_takes_it(model: Path, tmp_path: Path) -> None:

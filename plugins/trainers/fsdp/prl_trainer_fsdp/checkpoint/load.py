@@ -23,6 +23,13 @@ from prl_trainer_fsdp.config import FsdpConfig
 from prl_trainer_fsdp.learner import Learner, trained_parameters
 from prl_trainer_fsdp.parallel.runtime import Runtime, max_over_ranks
 
+
+class OtherCheckpoint(StoreError):
+    """A checkpoint of another model or optimiser than the configuration's: that has to change, not the file."""
+
+    exit_code = 2
+
+
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -72,12 +79,12 @@ def compare_model(index: Index, model: Any) -> None:
 
 
 def compare(index: Index, kind: str, wanted: Shapes) -> None:
-    """Raises: StoreError: other names or shapes than those that are wanted."""
+    """Raises: OtherCheckpoint: other names or shapes than those that are wanted."""
     stored = index.of(kind)
     what = "optimiser" if kind == OPTIMIZER else "model"
     for name, shape in wanted.items():
         if name in stored and stored[name].shape != shape:
-            raise StoreError(
+            raise OtherCheckpoint(
                 f"the checkpoint {index.path} belongs to another {what}: {name!r} is {list(stored[name].shape)} there, "
                 f"{list(shape)} here"
             )
@@ -85,7 +92,7 @@ def compare(index: Index, kind: str, wanted: Shapes) -> None:
         lacking, foreign = sorted(wanted.keys() - stored.keys()), sorted(stored.keys() - wanted.keys())
         sides = [f"it lacks {lacking[0]!r} ({len(lacking)} such)"] if lacking else []
         sides += [f"here is no {foreign[0]!r} ({len(foreign)} such)"] if foreign else []
-        raise StoreError(f"the checkpoint {index.path} belongs to another {what}: {'; '.join(sides)}")
+        raise OtherCheckpoint(f"the checkpoint {index.path} belongs to another {what}: {'; '.join(sides)}")
 
 
 @dataclass(frozen=True)
