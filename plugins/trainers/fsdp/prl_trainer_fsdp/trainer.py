@@ -62,7 +62,7 @@ class Trainer:
                 f"the batch of step {batch.step} is for version {batch.version} of incarnation {batch.incarnation}, "
                 f"but the trainer holds version {self.version} of incarnation {self.incarnation}"
             )
-        sent = self._shared(batch.updates)
+        sent = share_in_row(lambda: batch.updates, list[TrainUpdate], self.runtime)
         updates = [Update([assemble(row) for row in update.rows], update.denominators) for update in sent]
         metrics = self.learner.train(updates, batch.version)
         if self._blocked:  # since the step before
@@ -71,13 +71,6 @@ class Trainer:
         rows = [row for update in updates for row in update.rows]
         self._probes = _recent_probes(rows, self.config.mismatch.probes) or self._probes
         return TrainReport(self.incarnation, batch.step, self.version, metrics, time.perf_counter() - started)
-
-    def _shared(self, updates: list[TrainUpdate]) -> list[TrainUpdate]:
-        """Only the first of the ranks that share rows was sent any."""
-        if self.runtime.context is None:
-            return updates
-        sent = b"" if self.runtime.context_rank else msgspec.msgpack.encode(updates)
-        return msgspec.msgpack.decode(share_in_row(sent, self.runtime), type=list[TrainUpdate])
 
     def publish(self, version: int) -> WeightsRef:
         """Send the weights through the channel, with probe sequences and this trainer's log-probabilities of them.

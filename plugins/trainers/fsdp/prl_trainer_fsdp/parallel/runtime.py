@@ -7,10 +7,11 @@ import hashlib
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import NoReturn, Protocol, cast
+from typing import NoReturn, Protocol, TypeVar, cast
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -22,6 +23,8 @@ from prl_trainer_fsdp.config import FsdpConfig
 from prl_trainer_fsdp.parallel import mesh
 from prl_trainer_fsdp.parallel.layout import ALONE, Layout
 from prl_trainer_fsdp.ranks import MEETING_PLACE
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -173,11 +176,13 @@ def share_bytes(data: bytes, runtime: Runtime) -> bytes:
     return data if runtime.world == 1 else _broadcast(data, runtime, 0, None)
 
 
-def share_in_row(data: bytes, runtime: Runtime) -> bytes:
-    """The bytes of the first of the ranks that share this one's rows, on all of them."""
+def share_in_row(make: Callable[[], T], kind: type[T], runtime: Runtime) -> T:
+    """What the first of the ranks that share this one's rows makes, on all of them; the others make nothing."""
     if runtime.context is None:
-        return data
-    return _broadcast(data, runtime, runtime.rank - runtime.context_rank, runtime.context.group)
+        return make()
+    first = runtime.rank - runtime.context_rank
+    made = msgspec.msgpack.encode(make()) if runtime.rank == first else b""
+    return msgspec.msgpack.decode(_broadcast(made, runtime, first, runtime.context.group), type=kind)
 
 
 def _broadcast(data: bytes, runtime: Runtime, source: int, group: dist.ProcessGroup | None) -> bytes:

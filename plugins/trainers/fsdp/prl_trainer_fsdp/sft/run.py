@@ -16,11 +16,9 @@ import shutil
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
-import msgspec
 import torch
 
 from prl import faults
@@ -45,6 +43,8 @@ STATUS_EVERY_S = 0.5
 SHOWN = ("train/", "loss/")
 LARGEST_EXPONENT = 700.0
 """Of a perplexity: e^709 is the largest float."""
+NOTES = 20
+"""Rows left out that are told one by one; the metrics count all."""
 
 
 class SftRun:
@@ -140,7 +140,7 @@ class SftRun:
     def _one_step(self, step: int) -> None:
         data, began = self.config.data, time.perf_counter()
         faults.point("trainer.step")
-        part = self._shared(lambda: self._feed.take(step))
+        part = share_in_row(lambda: self._feed.take(step), Part, self.runtime)
         rows = [row.packed() for row in part.rows]
         found = self.learner.step(rows, {"ce": float(part.trained)}, step - 1)
         values = {name: value for name, value in found.items() if name.startswith(SHOWN)}
@@ -182,7 +182,7 @@ class SftRun:
         """Mean loss of a held-out trained token, and its exponential. Nothing is trained and nothing drawn."""
         began = time.perf_counter()
         if self._held_out is None:
-            self._held_out = self._shared(self._feed.evaluation)
+            self._held_out = share_in_row(self._feed.evaluation, Part, self.runtime)
         part = self._held_out
         found = self.learner.evaluate([row.packed() for row in part.rows], {"ce": float(part.trained)})
         loss = found["train/loss"]
@@ -192,13 +192,6 @@ class SftRun:
         missing = {f"eval/{reason}": float(count) for reason, count in part.left_out.items()}
         took = time.perf_counter() - began
         return {"eval/loss": loss, "eval/perplexity": perplexity, "time/eval": took, **missing}
-
-    def _shared(self, prepare: Callable[[], Part]) -> Part:
-        """Of the ranks that share rows only the first prepares them."""
-        if self.runtime.context is None:
-            return prepare()
-        body = msgspec.msgpack.encode(prepare()) if self.runtime.context_rank == 0 else b""
-        return msgspec.msgpack.decode(share_in_row(body, self.runtime), type=Part)
 
     def _asked_to_stop(self) -> bool:
         """Whether any rank was: all of them leave after the same step."""
@@ -281,10 +274,6 @@ class SftRun:
                 "roles": {"trainer-0": {"pid": os.getpid(), "doing": state}},
             }
         )
-
-
-NOTES = 20
-"""Rows left out that are told one by one; the metrics count all."""
 
 
 def main(run_dir: str) -> int:
