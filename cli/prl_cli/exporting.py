@@ -57,12 +57,14 @@ def import_weights(run: RunDir, step: int | None, source: str) -> tuple[int, Pat
         The step, and the folder that has the checkpoints which this one replaces.
 
     Raises:
-        UsageError: no such checkpoint, or the run is going on. ExportFailed: the weights are not the run's model's, or
-            cannot be read or written.
+        UsageError: no such checkpoint or folder, or the run is going on. ExportFailed: the weights are not those of the
+            run's model, or cannot be read or written.
     """
     chosen = _chosen(run, step)
     if Path(source).exists():
         source = str(Path(source).resolve())
+    elif source.startswith((".", "/", "~")):  # what the configuration takes for a folder, not for a name on a hub
+        raise UsageError(f"there is no folder {source}")
     with runs.held(run):
         request = {"action": "import", "run": str(run.path), "step": chosen, "source": source}
         aside = _ask(request, source, f"imported into run {run.name!r}")

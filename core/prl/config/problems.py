@@ -32,7 +32,7 @@ _PLAIN = {
     "string_pattern_mismatch": "must match {pattern}",
     "too_short": "needs at least {min_length}",
 }
-_WITH = {"run": "", "sft": ", for which other commands take --sft"}
+_WITH = {"run": "", "sft": "; prl config reads those with --sft"}
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 _MISSING = ("missing", "missing_argument")
 

@@ -250,6 +250,8 @@ def test_import_replaces_the_trainers_part_and_keeps_what_was_there(project: Pat
     assert sorted(path.name for path in Path(told["replaced"]).iterdir()) == ["step_000002", "step_000003"]
     assert (Path(told["replaced"]) / "step_000002" / "trainer" / "weights").read_text() == "trained"
     assert prl("import", "somewhere", "first", "--step", "7").exit_code == 2
+    nowhere = prl("import", "./nowhere", "first")
+    assert nowhere.exit_code == 2 and "there is no folder ./nowhere" in nowhere.stderr
     assert "set model.path = 'somewhere'" in prl("import", "somewhere", "run.toml").stderr
 
 

@@ -203,7 +203,7 @@ def test_supervised_configurations(write: Write) -> None:
     assert load_config([run], schema=SftConfig).config.loss.use == "ce"
     (found,) = problems([run], ["data.train=nope.jsonl"], SftConfig)
     assert "there is no file nope.jsonl" in found
-    assert "belongs to configurations of prl sft, for which other commands take --sft" in problems([run])[0]
+    assert "belongs to configurations of prl sft; prl config reads those with --sft" in problems([run])[0]
     told = problems([write(GOOD)], ["data.train=data.jsonl"], SftConfig)
     assert any("unknown key 'loop' here: it belongs to configurations of prl run" in problem for problem in told)
 
