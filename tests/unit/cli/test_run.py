@@ -238,7 +238,7 @@ def test_import_replaces_the_trainers_part_and_keeps_what_was_there(project: Pat
     for step in (1, 2, 3):
         complete(first, step)
     refused = prl("import", "other", "first")
-    assert refused.exit_code == 1 and "'w' is [2] there, [3] in the run" in refused.stderr
+    assert refused.exit_code == 2 and "'w' is [2] there, [3] in the run" in refused.stderr
     assert Checkpoints(first).latest()[0].step == 3 and not list(first.checkpoints.glob("*.tmp"))
     told = json.loads(prl("import", "somewhere", "first", "--step", "2", "--json").stdout)
     assert told["step"] == 2
