@@ -31,7 +31,7 @@ def no_process_is_left_behind() -> Iterator[None]:
     assert not left, f"tests left processes behind: {described}"
 
 
-_OF_PYTHON = ("resource_tracker", "torch/_inductor/compile_worker")
+_OF_LIBRARIES = ("resource_tracker", "torch/_inductor/compile_worker")
 
 
 def _children() -> list[psutil.Process]:
@@ -40,7 +40,7 @@ def _children() -> list[psutil.Process]:
     for process in psutil.Process().children(recursive=True):
         try:
             command = " ".join(process.cmdline())
-            if process.status() != psutil.STATUS_ZOMBIE and not any(name in command for name in _OF_PYTHON):
+            if process.status() != psutil.STATUS_ZOMBIE and not any(name in command for name in _OF_LIBRARIES):
                 found.append(process)
         except psutil.NoSuchProcess:
             continue

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import logging
+import os
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ import torch
 from prl.errors import EnvironmentNotFit
 from prl_models.blocks.attention import Padded
 from prl_models.blocks.kernel import AttentionKernel
-from prl_models.kernels import choose, choose_attention
+from prl_models.kernels import choose, choose_attention, flash
 from prl_models.options import Kernels
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -111,3 +113,18 @@ def test_a_refusal_says_what_is_missing(
 def test_operations_of_a_gpu_are_refused_on_a_cpu(name: str) -> None:
     with pytest.raises(EnvironmentNotFit, match=f'trainer.kernels.operations = "{name}" needs a GPU.*cpu'):
         choose(Kernels(operations=name), CPU, torch.float32, 64)  # type: ignore[arg-type]
+
+
+def test_what_flash_attention_4_compiles_is_kept_where_the_user_alone_writes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    enabled, folder = (f"FLASH_ATTENTION_CUTE_DSL_CACHE_{name}" for name in ("ENABLED", "DIR"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name in (enabled, folder):
+        monkeypatch.setenv(name, "")  # so that what is set below is undone
+        monkeypatch.delenv(name)
+    flash._keep_compiled()
+    assert os.environ[enabled] == "1" and Path(os.environ[folder]).is_relative_to(tmp_path)
+    monkeypatch.setenv(enabled, "0")
+    flash._keep_compiled()
+    assert os.environ[enabled] == "0"  # the user's own choice
