@@ -258,12 +258,14 @@ class PublishRequest(msgspec.Struct):
 
 
 class WeightsRef(msgspec.Struct, frozen=True):
-    """Where an engine finds one version of the weights. `location` is the channel's own business."""
+    """Where an engine finds one version of the weights. `location` is the channel's own business. With `adapter` the
+    version is low-rank adapters over the model the engine started with, and not whole weights."""
 
     version: int
     incarnation: int
     location: str
     num_bytes: int = 0
+    adapter: bool = False
 
 
 class ReleaseRequest(msgspec.Struct):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import msgspec
 
+from prl.adapters import Adapter as Adapter
 from prl.messages import (
     EngineHealth,
     EpisodeRequest,
@@ -134,6 +135,9 @@ class EngineClient(Protocol):
 
 
 class EnginePlugin(Protocol):
+    """An inference server. Its schema may say, as `takes_adapters`, that it serves low-rank adapters beside the model
+    it started with: then `prl.adapters.published` tells it which ones the trainer will send."""
+
     def role(self, config: RunConfig) -> Role:
         """The server's part of the plan. It is started with the run directory and registers its address."""
         ...
@@ -190,9 +194,13 @@ class ChannelSender(Protocol):
         tensors: Iterable[tuple[str, Any]],
         probes: Sequence[Probe],
         tolerance: float,
+        adapter: Adapter | None = None,
     ) -> WeightsRef:
         """Make one version available. `tolerance` is the mean absolute difference of log-probabilities that an
         engine's answer to `probes` may show; it travels with them. Sending a version again replaces it.
+
+        With `adapter`, the tensors are those low-rank adapters alone, under PEFT's names, always all of them; the
+        reference says so, and the description arrives with them.
         """
         ...
 
@@ -219,9 +227,12 @@ class Probe(msgspec.Struct, frozen=True):
 
 
 class ReceivedWeights(msgspec.Struct):
+    """One version: whole weights, or, with `adapter`, adapters over the model the engine started with."""
+
     tensors: Mapping[str, Any]
     probes: list[Probe]
     tolerance: float
+    adapter: Adapter | None = None
 
 
 class ChannelPlugin(Protocol):

@@ -113,6 +113,8 @@ class EngineTable(PluginTable):
     """Servers, each with the whole model."""
     threads: int = Field(0, ge=0)
     """CPU threads of each replica; 0 leaves it to the numeric library."""
+    adapters: Literal["auto", "merged"] = "auto"
+    """How low-rank adapters reach it: as adapters, where it takes them, or "merged" into whole weights."""
 
 
 class TrainerTable(PluginTable):

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from prl.errors import WeightsError
-from prl.protocols import Probe
+from prl.protocols import Adapter, Probe
 
 SCHEMA = 1
 NAME = "manifest.json"
@@ -45,6 +45,7 @@ class Manifest(msgspec.Struct, frozen=True):
     tensors: dict[str, TensorEntry]
     probes: list[Probe]
     tolerance: float
+    adapter: Adapter | None = None
 
 
 class _SchemaOnly(msgspec.Struct):

@@ -55,7 +55,7 @@ class Receiver:
         lacking = sorted(manifest.tensors.keys() - tensors.keys())
         if lacking:
             raise WeightsError(f"{directory}: no file holds {lacking[0]!r} (lacking: {len(lacking)} tensors)")
-        return ReceivedWeights(tensors, manifest.probes, manifest.tolerance)
+        return ReceivedWeights(tensors, manifest.probes, manifest.tolerance, manifest.adapter)
 
     def _verify(self, directory: Path, manifest: Manifest, deadline: float) -> None:
         def verify(file: str) -> None:

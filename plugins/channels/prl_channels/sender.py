@@ -18,7 +18,7 @@ from torch import Tensor
 from prl import faults
 from prl.errors import StoreError, WeightsError
 from prl.messages import WeightsRef
-from prl.protocols import Probe
+from prl.protocols import Adapter, Probe
 from prl_channels import manifest as manifests
 from prl_channels import shard as shards
 from prl_channels.config import FilesystemConfig
@@ -43,6 +43,7 @@ class Sender:
         tensors: Iterable[tuple[str, Tensor]],
         probes: Sequence[Probe],
         tolerance: float,
+        adapter: Adapter | None = None,
     ) -> WeightsRef:
         """Raises:
         StoreError: the directory cannot be written (disk full); nothing of this version is visible then.
@@ -55,7 +56,7 @@ class Sender:
             temporary.mkdir()
             files, entries = self._write_shards(temporary, tensors)
             faults.point("channel.send")
-            content = Manifest(manifests.SCHEMA, version, incarnation, files, entries, list(probes), tolerance)
+            content = Manifest(manifests.SCHEMA, version, incarnation, files, entries, list(probes), tolerance, adapter)
             written = manifests.write(content, temporary)
             if self.config.fsync:
                 _fsync(written)
@@ -74,7 +75,8 @@ class Sender:
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
-        return WeightsRef(version, incarnation, str(final), sum(entry.bytes for entry in files.values()))
+        num_bytes = sum(entry.bytes for entry in files.values())
+        return WeightsRef(version, incarnation, str(final), num_bytes, adapter is not None)
 
     def release(self, versions: Sequence[int]) -> None:
         for version in versions:

@@ -348,10 +348,10 @@ class Memory:
     def receiver(self) -> Memory:
         return self
 
-    def send(self, version, incarnation, tensors, probes, tolerance):
+    def send(self, version, incarnation, tensors, probes, tolerance, adapter=None):
         held = {name: tensor.clone() for name, tensor in tensors}
-        self.versions[version] = (incarnation, held, list(probes), tolerance)
-        return WeightsRef(version, incarnation, self.name, 1)
+        self.versions[version] = (incarnation, held, list(probes), tolerance, adapter)
+        return WeightsRef(version, incarnation, self.name, 1, adapter is not None)
 
     def release(self, versions):
         for version in versions:
@@ -365,14 +365,19 @@ class Memory:
 
 
 class Rounding(Memory):
-    def send(self, version, incarnation, tensors, probes, tolerance):
+    def send(self, version, incarnation, tensors, probes, tolerance, adapter=None):
         rounded = ((name, t.bfloat16().float() if t.dtype == torch.float32 else t) for name, t in tensors)
-        return super().send(version, incarnation, rounded, probes, tolerance)
+        return super().send(version, incarnation, rounded, probes, tolerance, adapter)
 
 
 class NoProbes(Memory):
-    def send(self, version, incarnation, tensors, probes, tolerance):
-        return super().send(version, incarnation, tensors, [], tolerance)
+    def send(self, version, incarnation, tensors, probes, tolerance, adapter=None):
+        return super().send(version, incarnation, tensors, [], tolerance, adapter)
+
+
+class NoAdapter(Memory):
+    def send(self, version, incarnation, tensors, probes, tolerance, adapter=None):
+        return super().send(version, incarnation, tensors, probes, tolerance)
 
 
 class OneReader(Memory):
@@ -383,9 +388,9 @@ class OneReader(Memory):
 
 
 class KeepsTwo(Memory):
-    def send(self, version, incarnation, tensors, probes, tolerance):
+    def send(self, version, incarnation, tensors, probes, tolerance, adapter=None):
         self.release([version - 2])
-        return super().send(version, incarnation, tensors, probes, tolerance)
+        return super().send(version, incarnation, tensors, probes, tolerance, adapter)
 
 
 class ReleasesOnce(Memory):
@@ -406,9 +411,9 @@ class Newest(Memory):
 
 
 class InPlace(Memory):
-    def send(self, version, incarnation, tensors, probes, tolerance):
+    def send(self, version, incarnation, tensors, probes, tolerance, adapter=None):
         self.versions.clear()
-        return super().send(version, incarnation, tensors, probes, tolerance)
+        return super().send(version, incarnation, tensors, probes, tolerance, adapter)
 
 
 @pytest.mark.parametrize(
@@ -416,6 +421,7 @@ class InPlace(Memory):
     [
         (channel.what_is_sent_arrives_bit_for_bit, Rounding, "differs in"),
         (channel.probes_and_tolerance_travel_along, NoProbes, "the probes arrived as []"),
+        (channel.an_adapter_arrives_with_its_description, NoAdapter, "does not say that it is one"),
         (channel.several_readers_may_read_one_version, OneReader, "unknown"),
         (channel.nothing_goes_before_it_is_released, KeepsTwo, "unknown"),
         (channel.releasing_is_idempotent, ReleasesOnce, "KeyError"),

@@ -15,7 +15,7 @@ import msgspec
 
 from prl.errors import PrlError, WeightsError
 from prl.messages import WeightsRef
-from prl.protocols import ChannelPlugin, ChannelReceiver, ChannelSender, Probe
+from prl.protocols import Adapter, ChannelPlugin, ChannelReceiver, ChannelSender, Probe
 
 Make = Callable[[], ChannelPlugin]
 PROBES = [Probe([3, 1, 2], [0.0, -0.25, -1.5]), Probe([7], [0.0])]
@@ -34,6 +34,18 @@ def probes_and_tolerance_travel_along(make: Make) -> None:
         got = receiver.receive(send(sender, 1))
         assert got.probes == PROBES, f"the probes arrived as {got.probes}"
         assert got.tolerance == 0.125, f"the tolerance arrived as {got.tolerance}, sent was 0.125"
+
+
+def an_adapter_arrives_with_its_description(make: Make) -> None:
+    adapter = Adapter(8, 16.0, ("q_proj", "v_proj"))
+    with ends(make) as (sender, receiver):
+        weights = sender.send(3, 0, iter(_tensors(3).items()), PROBES, 0.125, adapter)
+        assert weights.adapter, "the reference to an adapter does not say that it is one"
+        got = receiver.receive(weights)
+        assert got.adapter == adapter, f"the adapter's description arrived as {got.adapter}"
+        expect(receiver, weights, seed=3)
+        whole = send(sender, 4)
+        assert not whole.adapter and receiver.receive(whole).adapter is None, "whole weights are said to be an adapter"
 
 
 def several_readers_may_read_one_version(make: Make) -> None:
@@ -135,6 +147,7 @@ def _tensors(seed: int) -> dict[str, object]:
 CHECKS = [
     what_is_sent_arrives_bit_for_bit,
     probes_and_tolerance_travel_along,
+    an_adapter_arrives_with_its_description,
     several_readers_may_read_one_version,
     nothing_goes_before_it_is_released,
     releasing_is_idempotent,

@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from prl.adapters import Adapter
 from prl.contribution import PluginConfig, wrong
 from prl_trainer_fsdp.parallel.layout import Layout, make, misfit
 
@@ -94,6 +95,11 @@ class FsdpConfig(PluginConfig):
         if not all(0 <= beta < 1 for beta in self.betas):
             raise wrong("betas", f"both must be at least 0 and below 1, not {list(self.betas)}")
         return self
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """The adapters that are trained instead of the model; see `prl.adapters`."""
+        return Adapter(self.lora.rank, self.lora.alpha, self.lora.targets) if self.lora else None
 
     def layout(self, world: int) -> Layout:
         """How so many ranks are laid out.
