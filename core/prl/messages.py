@@ -230,10 +230,18 @@ class TrainUpdate(msgspec.Struct):
     denominators: dict[str, float]
 
 
+class Correction(msgspec.Struct, frozen=True):
+    """What the trainer does about tokens to which the engine gave another probability. `kind` is a value of
+    `mismatch.correction`; "none" also where that is not in force."""
+
+    kind: str = "none"
+    clip: float = 2.0
+
+
 class TrainBatch(msgspec.Struct):
     """What turns `version` into the next, for one data-parallel rank: `updates`, one after another.
 
-    Ranks that share the rows of another get none: they have them from that rank.
+    Ranks that share the rows of another get none: they have them from that rank. `correction` is the same for all.
     """
 
     run_id: str
@@ -241,6 +249,7 @@ class TrainBatch(msgspec.Struct):
     step: int
     version: int
     updates: list[TrainUpdate]
+    correction: Correction = Correction()
 
 
 class TrainReport(msgspec.Struct):
@@ -333,6 +342,26 @@ class EngineHealth(msgspec.Struct):
     load: int
     busy: float
     info: dict[str, Any] = {}
+
+
+class EngineGauges(msgspec.Struct, frozen=True):
+    """What a serving engine said of its load in its last heartbeat: the gauges of these names.
+
+    Args:
+        kv_usage: share of the cache of keys and values that requests hold, 0 to 1.
+        running, waiting: requests that are computed, and that wait for room in the cache or in the batch.
+        preemptions: how often, since the engine started, a request lost its room and has to be computed again.
+        capacity: tokens that the cache holds; 0 where the engine does not say, which leaves concurrency alone.
+        age_s: since the heartbeat.
+    """
+
+    replica: int
+    kv_usage: float = 0.0
+    running: float = 0.0
+    waiting: float = 0.0
+    preemptions: float = 0.0
+    capacity: float = 0.0
+    age_s: float = 0.0
 
 
 # --- controller -> every role, and anyone with the token -> controller -----------------------------------------

@@ -12,6 +12,7 @@ import msgspec
 
 from prl.adapters import Adapter as Adapter
 from prl.messages import (
+    EngineGauges,
     EngineHealth,
     EpisodeRequest,
     GenerateRequest,
@@ -302,6 +303,10 @@ class EngineFleet(Protocol):
     @property
     def version(self) -> int:
         """The oldest version any serving engine holds: what a rollout that starts now may be sampled with."""
+        ...
+
+    def gauges(self) -> Sequence[EngineGauges]:
+        """How loaded each serving engine is, as it last said: what adaptive concurrency goes by."""
         ...
 
     async def install(self, weights: WeightsRef) -> None: ...

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 
 from prl.controller.hub import Connection, Hub
 from prl.errors import RunFailed, WeightsError, WireError
-from prl.messages import SET_ENGINES, EngineAddress, EngineSet, WeightsRef
+from prl.messages import SET_ENGINES, EngineAddress, EngineGauges, EngineSet, WeightsRef
 from prl.protocols import EngineClient, EnginePlugin
 
 log = logging.getLogger(__name__)
@@ -17,6 +18,7 @@ RESTART_WAIT_S = 300.0
 """How long a run without any engine waits for one to be started again."""
 RETRY_PAUSE_S = 1.0
 """Between an install that failed and the second try: by then the launcher has reported a process that died."""
+_GAUGES = ("kv_usage", "running", "waiting", "preemptions", "capacity")
 
 
 class WireFleet:
@@ -42,6 +44,16 @@ class WireFleet:
     @property
     def version(self) -> int:
         return self._version
+
+    def gauges(self) -> list[EngineGauges]:
+        """Of every serving engine, from its last heartbeat. One that keeps none of the names says nothing: zeros."""
+        now, found = time.monotonic(), []
+        for replica in self._serving():
+            connection = self._hub.connections.get(("engine", replica))
+            if connection is not None:
+                known = {name: connection.gauges.get(name, 0.0) for name in _GAUGES}
+                found.append(EngineGauges(replica, age_s=now - connection.seen, **known))
+        return found
 
     async def install(self, weights: WeightsRef) -> None:
         """Bring every engine to `weights`; return when at least one serves it and none serves another.

@@ -21,7 +21,7 @@ from prl.errors import EpisodeFailed
 from prl.loop.groups import Group
 from prl.loop.state import LoopState, Roles
 from prl.loop.tasks import TaskSource
-from prl.messages import EpisodeRequest, TrainBatch, TrainReport, TrainSample, WeightsRef
+from prl.messages import EngineGauges, EpisodeRequest, TrainBatch, TrainReport, TrainSample, WeightsRef
 from prl.protocols import GroupMember
 from prl.types import Credit, Outcome, Reward, RolloutHeader, SampleBody, SampleHeader, Split, Task
 
@@ -30,12 +30,16 @@ _decode_body = msgspec.msgpack.Decoder(SampleBody).decode
 
 
 class FakeFleet:
-    """Engines that hold one version; installing takes `seconds()`."""
+    """Engines that hold one version; installing takes `seconds()`. They say nothing of their load unless `gauges` is
+    replaced."""
 
     def __init__(self, seconds: Callable[[], float] = lambda: 0.0) -> None:
         self.version = 0
         self.installed: list[int] = []
         self._seconds = seconds
+
+    def gauges(self) -> Sequence[EngineGauges]:
+        return ()
 
     async def install(self, weights: WeightsRef) -> None:
         await asyncio.sleep(self._seconds())
