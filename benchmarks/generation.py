@@ -31,6 +31,8 @@ from typing import Any
 import psutil
 
 from prl import keys
+from prl.engine import methods
+from prl.engine.client import WireEngineClient
 from prl.messages import (
     COLLECT,
     NOTHING,
@@ -47,8 +49,6 @@ from prl.messages import (
 from prl.protocols import ReceivedWeights
 from prl.types import Message, Sampling
 from prl.wire import Client, Peer, Server
-from prl_engine_embedded import methods
-from prl_engine_embedded.client import EmbeddedClient
 
 RESULT = Path(__file__).parent / "results" / "generation.json"
 TOKEN = "benchmark"
@@ -66,11 +66,12 @@ async def serve_engine(batching: str) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    from prl.engine.server import EngineServer
+    from prl_engine_embedded.backend import EmbeddedBackend
     from prl_engine_embedded.config import EmbeddedConfig
     from prl_engine_embedded.continuous import ContinuousScheduler
     from prl_engine_embedded.fixed import FixedScheduler
     from prl_engine_embedded.model import LoadedModel
-    from prl_engine_embedded.server import EngineServer
     from prl_engine_embedded.slots import ATTENTION, register
 
     torch.set_num_threads(1)
@@ -98,7 +99,7 @@ async def serve_engine(batching: str) -> None:
         def receive(self, weights: WeightsRef) -> ReceivedWeights:
             return ReceivedWeights(tensors, [], 0.0)
 
-    engine = EngineServer(model, scheduler, Same())
+    engine = EngineServer(EmbeddedBackend(model, scheduler, Same()))
     print(Server(TOKEN, engine.handlers()).start(), flush=True)
     await asyncio.sleep(3600)
 
@@ -109,7 +110,7 @@ async def serve_gateway(folder: str) -> None:
     from prl_gateway.service import Gateway
 
     tokenizer = template.load(folder)
-    gateway = Gateway(TOKEN, TemplateRenderer(tokenizer), lambda address: EmbeddedClient(address, TOKEN))
+    gateway = Gateway(TOKEN, TemplateRenderer(tokenizer), lambda address: WireEngineClient(address, TOKEN))
     server = Server(TOKEN, {**gateway.worker_handlers(), **gateway.controller_handlers()})
     print(server.start(), flush=True)
     await asyncio.sleep(3600)
@@ -158,7 +159,7 @@ async def engine(batching: str) -> dict[str, Any]:
         return GenerateRequest(str(index), prompt, Sampling(max_tokens=rng.randint(5, 9)), [], index, 600.0)
 
     with process(batching) as (address, measured):
-        client = EmbeddedClient(address, TOKEN)
+        client = WireEngineClient(address, TOKEN)
         limit = asyncio.Semaphore(IN_FLIGHT)
         done = 0
 

@@ -150,11 +150,11 @@ def test_turns_through_both_processes_and_a_clean_end(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_killed_engine_fails_its_clients_at_once(tmp_path: Path) -> None:
-    from prl_engine_embedded.client import EmbeddedClient
+    from prl.engine.client import WireEngineClient
 
     async def scenario() -> None:
         async with running(tmp_path, "engine") as (controller, processes):
-            client = EmbeddedClient(controller.addresses["engine"], TOKEN)
+            client = WireEngineClient(controller.addresses["engine"], TOKEN)
             await client.pause()
             request = GenerateRequest("r", [1, 2, 3], Sampling(max_tokens=8), [], 0, 60.0)
             turn = asyncio.create_task(client.generate(request))

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from prl import faults
+from prl.engine.methods import Failure
 from prl.faults import Fault
 from prl.messages import Generation
 from prl_engine_embedded.build import can_pause
 from prl_engine_embedded.config import EmbeddedConfig
 from prl_engine_embedded.continuous import ContinuousScheduler
-from prl_engine_embedded.methods import Failure
 
 pytestmark = pytest.mark.skipif(not can_pause(), reason="needs transformers 5.19 or newer")
 

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from prl import registry
+from prl.engine.client import WireEngineClient
+from prl.engine.server import EngineServer
 from prl.protocols import EngineClient
 from prl.testing.contracts import engine
 from prl.wire import Server
-from prl_engine_embedded.client import EmbeddedClient
+from prl_engine_embedded.backend import EmbeddedBackend
 from prl_engine_embedded.fixed import FixedScheduler
-from prl_engine_embedded.server import EngineServer
 
 
 @pytest.mark.parametrize("check", engine.CLIENT_CHECKS, ids=lambda check: check.__name__)
@@ -22,8 +23,9 @@ def test_it_keeps_the_contract(check: Callable[[EngineClient], Awaitable[None]],
     async def main() -> None:
         loaded = kit.load()
         receiver = registry.build("channels", "filesystem", {"visibility_s": 0.05}).receiver()
-        server = Server("t", EngineServer(loaded, kit.track(FixedScheduler(loaded, 16, 8)), receiver).handlers())
-        client = EmbeddedClient(server.start(), "t")
+        backend = EmbeddedBackend(loaded, kit.track(FixedScheduler(loaded, 16, 8)), receiver)
+        server = Server("t", EngineServer(backend).handlers())
+        client = WireEngineClient(server.start(), "t")
         try:
             await check(client)
         finally:

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from prl.engine.methods import Failure
 from prl.errors import UsageError
 from prl.messages import Generation
 from prl_engine_embedded import fitness
 from prl_engine_embedded.fixed import padded_length, tier
-from prl_engine_embedded.methods import Failure
 from prl_engine_embedded.model import LoadedModel
 
 

@@ -12,14 +12,15 @@ import pytest
 import torch
 
 from prl import faults
+from prl.engine.client import WireEngineClient
+from prl.engine.server import EngineServer
 from prl.errors import EpisodeFailed, WeightsError, WireError
 from prl.faults import Fault
 from prl.messages import WeightsRef
 from prl.protocols import Probe, ReceivedWeights
 from prl.wire import Server
-from prl_engine_embedded.client import EmbeddedClient
+from prl_engine_embedded.backend import EmbeddedBackend
 from prl_engine_embedded.fixed import FixedScheduler
-from prl_engine_embedded.server import EngineServer
 from prl_engine_embedded.weights import Swap
 
 TOKEN = "t"
@@ -43,7 +44,7 @@ class World:
 
     def __init__(self, kit: Any, server: EngineServer, shelf: Shelf, address: str) -> None:
         self.kit, self.server, self.shelf, self.address = kit, server, shelf, address
-        self.client = EmbeddedClient(address, TOKEN)
+        self.client = WireEngineClient(address, TOKEN)
 
     def put(self, version: int, seed: int, *, probes: bool = True, tolerance: float = 1e-4, **changes: Any) -> None:
         """Version `version`: the weights of `make_module(seed)` with `changes`, and probes of a plain forward."""
@@ -71,7 +72,7 @@ def plain_score(module: Any, ids: list[int]) -> list[float]:
 async def served(kit: Any) -> Any:
     shelf = Shelf()
     loaded = kit.load()
-    engine = EngineServer(loaded, kit.track(FixedScheduler(loaded, 16, 8)), shelf)
+    engine = EngineServer(EmbeddedBackend(loaded, kit.track(FixedScheduler(loaded, 16, 8)), shelf))
     server = Server(TOKEN, engine.handlers())
     world = World(kit, engine, shelf, server.start())
     try:
@@ -111,7 +112,7 @@ def test_generate_score_and_health(kit: Any) -> None:
 
 def test_two_clients_may_use_the_same_ids(kit: Any) -> None:
     async def body(world: World) -> None:
-        other = EmbeddedClient(world.address, TOKEN)
+        other = WireEngineClient(world.address, TOKEN)
         first, second = kit.request(1), kit.request(2)
         second.id = first.id
         a, b = await asyncio.gather(world.client.generate(first), other.generate(second))

@@ -123,7 +123,7 @@ def test_same_text_as_transformers(kit: Any, tmp_path: Path) -> None:
 
 def test_gateway_imports_no_torch() -> None:
     code = (
-        "import sys, prl_gateway.__main__, prl_engine_embedded.client; "
+        "import sys, prl_gateway.__main__, prl_engine_embedded.engine; "
         "bad = {'torch', 'transformers'} & set(sys.modules); assert not bad, bad"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -10,10 +10,11 @@ import threading
 from typing import cast
 
 from prl import role
+from prl.engine.server import EngineServer
 from prl.wire import Server
+from prl_engine_embedded.backend import EmbeddedBackend
 from prl_engine_embedded.build import build_receiver, build_scheduler
 from prl_engine_embedded.config import EmbeddedConfig
-from prl_engine_embedded.server import EngineServer
 
 
 def _end_process(args: threading.ExceptHookArgs) -> None:
@@ -28,31 +29,20 @@ async def serve(process: role.RoleProcess) -> None:
     threading.excepthook = _end_process
     own = cast(EmbeddedConfig, process.config.engine.plugin_config())
     model, scheduler = await asyncio.to_thread(build_scheduler, process.config, own)
-    engine = EngineServer(model, scheduler, build_receiver(process.config), recompute=own.swap_kv == "recompute")
+    recompute = own.swap_kv == "recompute"
+    backend = EmbeddedBackend(model, scheduler, build_receiver(process.config), recompute=recompute)
+    engine = EngineServer(backend)
     server = Server(process.token, engine.handlers())
     address = server.start()
     try:
         welcome = await process.register({}, address=address, info={"device": str(model.device)})
-        engine.incarnation = welcome.incarnation
-        report = asyncio.create_task(_report(process, engine))
+        backend.incarnation = welcome.incarnation
+        report = asyncio.create_task(engine.report(process))
         await process.until_stopped()
         report.cancel()
     finally:
         server.close()
         engine.close()
-
-
-async def _report(process: role.RoleProcess, engine: EngineServer) -> None:
-    while True:
-        load = engine.scheduler.load
-        process.busy = engine.scheduler.busy
-        process.doing = f"generating {load} requests" if load else "waiting for requests"
-        process.gauges = {
-            "version": float(engine.version),
-            "load": float(load),
-            "tokens": float(engine.scheduler.tokens),
-        }
-        await asyncio.sleep(0.5)
 
 
 if __name__ == "__main__":

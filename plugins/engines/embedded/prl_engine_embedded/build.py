@@ -12,8 +12,8 @@ from prl.errors import EnvironmentNotFit, UsageError
 from prl.protocols import ChannelPlugin, ChannelReceiver
 from prl_engine_embedded import fitness, fixed, slots
 from prl_engine_embedded import model as models
-from prl_engine_embedded.client import threads_of
 from prl_engine_embedded.config import EmbeddedConfig
+from prl_engine_embedded.engine import threads_of
 from prl_engine_embedded.model import LoadedModel
 from prl_engine_embedded.scheduler import Scheduler
 

@@ -24,11 +24,12 @@ from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from prl import faults
+from prl.engine.backend import Deliver, Key, Result
+from prl.engine.methods import Failure
 from prl.messages import GenerateRequest, Generation
 from prl_engine_embedded.config import EmbeddedConfig
-from prl_engine_embedded.methods import Failure
 from prl_engine_embedded.model import LoadedModel
-from prl_engine_embedded.scheduler import Deliver, Key, Result, problem_with
+from prl_engine_embedded.scheduler import problem_with
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +65,7 @@ class ContinuousScheduler:
         self.version = 0
         self.busy = 0.0
         self.tokens = 0
+        self.capacity = own.slots
         self._model = model
         self._own = own
         self._flights: dict[str, Flight] = {}

@@ -22,11 +22,12 @@ import numpy as np
 import torch
 
 from prl import faults
+from prl.engine.backend import Key, Result
+from prl.engine.methods import Failure
 from prl.messages import GenerateRequest, Generation
-from prl_engine_embedded.methods import Failure
 from prl_engine_embedded.model import LoadedModel
 from prl_engine_embedded.sampling import sample, uniforms
-from prl_engine_embedded.scheduler import Key, Result, problem_with
+from prl_engine_embedded.scheduler import problem_with
 from prl_engine_embedded.slots import SlotCache
 from prl_engine_embedded.stepped import SteppedScheduler
 
@@ -101,6 +102,7 @@ class FixedScheduler(SteppedScheduler):
         super().__init__()
         self._model = model
         self._slots = slots
+        self.capacity = slots
         self._prefill_rows = prefill_rows
         device = model.device
         window = -(-model.max_tokens // 16) * 16 if pinned_window else min(FIRST_WINDOW, model.max_tokens)

@@ -1,31 +1,14 @@
-"""What the server needs of a scheduler, and the request it hands to one."""
+"""What the backend needs of a scheduler, and which requests one can answer at all."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from prl.messages import GenerateRequest, Generation
-from prl_engine_embedded.methods import Failure
-
-Key = tuple[object, str]
-"""Who asked (a peer of the wire) and the id it gave the request."""
-
-
-class Result:
-    """How one request ended: with a generation or a failure."""
-
-    __slots__ = ("failure", "generation", "key")
-
-    def __init__(self, key: Key, generation: Generation | None, failure: Failure | None) -> None:
-        self.key = key
-        self.generation = generation
-        self.failure = failure
-
-
-Deliver = Callable[[list[Result]], None]
-"""Called from the scheduler's own thread, once per step, with everything that step finished."""
+from prl.engine.backend import Deliver, Key
+from prl.engine.methods import Failure
+from prl.messages import GenerateRequest
 
 
 class Scheduler(Protocol):
@@ -37,8 +20,12 @@ class Scheduler(Protocol):
     """Seconds of computing so far."""
     tokens: int
     """Tokens sampled so far."""
+    capacity: int
+    """Requests computed at once at most."""
 
-    def start(self, deliver: Deliver) -> None: ...
+    def start(self, deliver: Deliver) -> None:
+        """`deliver` is called from the scheduler's own thread, once per step."""
+        ...
 
     def add(self, requests: Sequence[tuple[Key, GenerateRequest]]) -> None: ...
 

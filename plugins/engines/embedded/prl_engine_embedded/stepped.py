@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+from prl.engine.backend import Deliver, Key, Result
 from prl.messages import GenerateRequest
-from prl_engine_embedded.scheduler import Deliver, Key, Result
 
 log = logging.getLogger(__name__)
 

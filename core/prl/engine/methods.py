@@ -1,4 +1,4 @@
-"""What the client and the server of this engine say to each other, over `prl.wire`.
+"""What the client and the server of an engine say to each other, over `prl.wire`.
 
 Generation is not a call per request: the client sends every request of one loop tick as one message, the server
 answers with every request that one decode step finished as one message. That costs about 5 us a request where a call
@@ -46,11 +46,11 @@ class ScoreReply(msgspec.Struct):
     logprobs: list[list[float]]
 
 
-GENERATE = Method("embedded.generate", GenerateBatch, Nothing)
-FINISHED = Method("embedded.finished", FinishedBatch, Nothing)
-ABORT = Method("embedded.abort", AbortBatch, Nothing)
-SCORE = Method("embedded.score", ScoreRequest, ScoreReply)
-PAUSE = Method("embedded.pause", Nothing, Nothing)
-INSTALL = Method("embedded.install", WeightsRef, Nothing)
-RESUME = Method("embedded.resume", Nothing, Nothing)
-HEALTH = Method("embedded.health", Nothing, EngineHealth)
+GENERATE = Method("engine.generate", GenerateBatch, Nothing)
+FINISHED = Method("engine.finished", FinishedBatch, Nothing)
+ABORT = Method("engine.abort", AbortBatch, Nothing)
+SCORE = Method("engine.score", ScoreRequest, ScoreReply)
+PAUSE = Method("engine.pause", Nothing, Nothing)
+INSTALL = Method("engine.install", WeightsRef, Nothing)
+RESUME = Method("engine.resume", Nothing, Nothing)
+HEALTH = Method("engine.health", Nothing, EngineHealth)

@@ -1,56 +1,21 @@
-"""The engine as the gateway and the controller see it. This module must not import torch."""
+"""The engine as the gateway and the controller see it."""
 
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from prl.engine import methods
 from prl.errors import EpisodeFailed, WireError
 from prl.messages import NOTHING, EngineHealth, GenerateRequest, Generation, Nothing, WeightsRef
-from prl.plan import Resources, Role
 from prl.wire import Client
-from prl_engine_embedded import methods
-from prl_engine_embedded.config import EmbeddedConfig
-
-if TYPE_CHECKING:
-    from prl.config.schema import RunConfig
 
 CONTROL_TIMEOUT_S = 60.0
 INSTALL_TIMEOUT_S = 1800.0
 
 
-class EmbeddedEngine:
-    """The plugin: what the plan runs, and how to reach it."""
-
-    def __init__(self, config: EmbeddedConfig) -> None:
-        self.config = config
-
-    def role(self, config: RunConfig) -> Role:
-        return Role(
-            name="engine",
-            command=(sys.executable, "-m", "prl_engine_embedded", "{run_dir}", "{replica}"),
-            replicas=config.engine.replicas,
-            resources=Resources(gpus=int(self._wants_gpu()), threads=threads_of(config)),
-            restart="on_failure",
-        )
-
-    def _wants_gpu(self) -> bool:
-        # The launcher's process must not import torch, so look for the driver's device file.
-        return self.config.device == "cuda" or (self.config.device == "auto" and Path("/dev/nvidia0").exists())
-
-    def connect(self, address: str, token: str) -> EmbeddedClient:
-        return EmbeddedClient(address, token)
-
-
-def threads_of(config: RunConfig) -> int:
-    """Threads of the numeric library, 0 for its own choice: one where a run is to be repeatable bit for bit."""
-    return config.engine.threads or (1 if config.loop.max_staleness == 0 else 0)
-
-
-class EmbeddedClient:
+class WireEngineClient:
     """An `EngineClient`. It must be made inside a running event loop.
 
     When the connection breaks, every request in flight ends at once with `WireError`, and so does every later one.
