@@ -1,16 +1,21 @@
 """Low-rank adapters, and whether they reach the engines as such or merged into whole weights.
 
-Trainer and engine both ask here, so that they cannot disagree.
+Trainer and engine both ask here, so that they cannot disagree. Their files and names are PEFT's: what `peft_config`
+describes and `peft_name` calls its tensors is loaded by PEFT and by inference servers.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 if TYPE_CHECKING:
     from prl.config.schema import RunConfig
+
+PEFT_WEIGHTS, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+"""The files of a folder in PEFT's format."""
+PEFT_PREFIX = "base_model.model."
 
 
 class Adapter(msgspec.Struct, frozen=True):
@@ -40,3 +45,24 @@ def published(config: RunConfig) -> Adapter | None:
     if config.engine.adapters == "merged" or not getattr(config.engine.plugin_config(), "takes_adapters", False):
         return None
     return trained(config)
+
+
+def peft_name(name: str) -> str:
+    """PEFT's name of a tensor: "model.layers.0.mlp.up_proj.lora_A" is a layer there, with a weight."""
+    return f"{PEFT_PREFIX}{name}.weight"
+
+
+def peft_config(adapter: Adapter, base: str) -> dict[str, Any]:
+    """What adapter_config.json says of adapters over the model `base`."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": adapter.rank,
+        "lora_alpha": adapter.alpha,
+        "target_modules": sorted(adapter.targets),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }

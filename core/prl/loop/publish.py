@@ -61,7 +61,8 @@ class Publisher:
             old.append(self._installed.version)
         self._installed = ref
         seconds = asyncio.get_running_loop().time() - started
-        state.sink.event("weights_installed", version=ref.version, seconds=round(seconds, 4), bytes=ref.num_bytes)
+        what = {"version": ref.version, "bytes": ref.num_bytes, "adapter": ref.adapter}
+        state.sink.event("weights_installed", seconds=round(seconds, 4), **what)
         if old:
             await state.roles.trainer.release(old)
         state.progress = asyncio.get_running_loop().time()

@@ -11,12 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from prl.adapters import peft_name
 from prl.config.schema import ModelTable
 from prl.errors import RunFailed
 from prl.loss import Loss, LossInputs, LossOutputs
 from prl.rows import PackedRow
 from prl_models.batch import PackedBatch
 from prl_models.blocks.context import sum_over_context
+from prl_models.blocks.lora import is_adapter
 from prl_models.provider import Gather
 from prl_trainer_fsdp.assembly import assemble
 from prl_trainer_fsdp.config import FsdpConfig
@@ -75,6 +77,13 @@ class Learner:
     def disk_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """What is published and exported. Collective: every rank has to go through all of it."""
         return disk_tensors(self.model, self.dtype, gather)
+
+    def adapter_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The adapters alone, under PEFT's names, in the precision that they are computed with. Collective."""
+        precision = getattr(torch, self.dtype)
+        for name, parameter in self.parameters():
+            if is_adapter(name):
+                yield peft_name(name), gather(parameter.detach()).to(precision)
 
     def step(self, rows: Sequence[PackedRow], denominators: dict[str, float], version: int) -> dict[str, float]:
         """One optimiser step on this rank's rows; all ranks have the same number, empty ones included.

@@ -10,7 +10,7 @@ from typing import cast
 import msgspec
 import numpy as np
 
-from prl import faults
+from prl import adapters, faults
 from prl.config.schema import RunConfig
 from prl.errors import RunFailed
 from prl.messages import TrainBatch, TrainReport, TrainUpdate, WeightsRef
@@ -47,6 +47,7 @@ class Trainer:
         self._sender: ChannelSender | None = None
         if self.runtime.is_leader:
             self._sender = config.channel.build().sender(weights)
+        self._adapter = adapters.published(config)
         self._probes = _first_probes(config.mismatch.probes, self.learner.model.vocab_size, config.seed)
 
     def train(self, batch: TrainBatch) -> TrainReport:
@@ -73,7 +74,8 @@ class Trainer:
         return TrainReport(self.incarnation, batch.step, self.version, metrics, time.perf_counter() - started)
 
     def publish(self, version: int) -> WeightsRef:
-        """Send the weights through the channel, with probe sequences and this trainer's log-probabilities of them.
+        """Send the weights through the channel, or the adapters alone where the engines take them, with probe sequences
+        and this trainer's log-probabilities of them.
 
         Raises:
             RunFailed: the trainer does not hold `version`.
@@ -86,12 +88,13 @@ class Trainer:
             scores = self.learner.score(self._probes)
             probes = [Probe(tokens, scored) for tokens, scored in zip(self._probes, scores, strict=True)]
         tolerance = self.config.mismatch.probe_tolerance or TOLERANCES[self.learner.dtype]
+        tensors = self.learner.disk_tensors() if self._adapter is None else self.learner.adapter_tensors()
         answer = b""
         if self._sender is not None:
-            reference = self._sender.send(version, self.incarnation, self.learner.disk_tensors(), probes, tolerance)
+            reference = self._sender.send(version, self.incarnation, tensors, probes, tolerance, self._adapter)
             answer = msgspec.msgpack.encode(reference)
         else:
-            for _ in self.learner.disk_tensors():  # takes its part in every gather
+            for _ in tensors:  # takes its part in every gather
                 pass
         return msgspec.msgpack.decode(share_bytes(answer, self.runtime), type=WeightsRef)
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from prl.adapters import PEFT_CONFIG, PEFT_WEIGHTS, Adapter, peft_config, peft_name
 from prl.config.schema import ModelTable
 from prl.errors import UsageError
 from prl.rundir import RunDir
@@ -19,11 +20,8 @@ from prl_models.shards import ShardWriter
 from prl_trainer_fsdp.assembly import skeleton_options
 from prl_trainer_fsdp.checkpoint import Index, Reader, compare_model, read_index
 from prl_trainer_fsdp.checkpoint.format import BUFFER, PARAMETER
-from prl_trainer_fsdp.config import FsdpConfig, LoraTable
+from prl_trainer_fsdp.config import FsdpConfig
 from prl_trainer_fsdp.learner import disk_tensors
-
-ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
-PEFT_PREFIX = "base_model.model."
 
 
 def export(
@@ -39,14 +37,14 @@ def export(
         UsageError: adapters alone are asked for, and there are none.
         StoreError: the checkpoint is damaged or of another model, or `out` cannot be written.
     """
-    if adapter and config.lora is None:
+    if adapter and config.adapter is None:
         raise UsageError("the run has no adapters: it trained the whole model. Export it without --adapter")
     model: Any = load_model(table.path, table.impl, skeleton_options(table, config))
     index = read_index(run_dir.checkpoint(step) / "trainer")
     compare_model(index, model)
     index.verify()
-    if adapter and config.lora is not None:
-        _export_adapter(index, config.lora, table.path, getattr(torch, dtype or "float32"), out)
+    if adapter and config.adapter is not None:
+        _export_adapter(index, config.adapter, table.path, getattr(torch, dtype or "float32"), out)
     else:
         export_hf(_whole(index, model, dtype or table.dtype), table.path, out)
 
@@ -66,31 +64,14 @@ def _whole(index: Index, model: Any, dtype: str) -> Iterator[tuple[str, Tensor]]
         yield from disk_tensors(model, dtype, value)
 
 
-def _export_adapter(index: Index, lora: LoraTable, base: str, dtype: torch.dtype, out: Path) -> None:
+def _export_adapter(index: Index, adapter: Adapter, base: str, dtype: torch.dtype, out: Path) -> None:
     """As PEFT's `save_pretrained` does: `PeftModel.from_pretrained(model, out)` loads it."""
-    described = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
-        "target_modules": sorted(lora.targets),
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-    }
     with Reader(index) as reader, new_folder(out) as work:
-        shard = ShardWriter(work / ADAPTER_WEIGHTS, {"format": "pt"})
+        shard = ShardWriter(work / PEFT_WEIGHTS, {"format": "pt"})
         for name in sorted(index.of(PARAMETER)):
             shard.add(peft_name(name), reader.whole(PARAMETER, name).to(dtype))
         shard.close()
-        (work / ADAPTER_CONFIG).write_text(json.dumps(described, indent=2) + "\n")
-
-
-def peft_name(name: str) -> str:
-    """PEFT's name of an adapter: "model.layers.0.mlp.up_proj.lora_A" is a layer there, with a weight."""
-    return f"{PEFT_PREFIX}{name}.weight"
+        (work / PEFT_CONFIG).write_text(json.dumps(peft_config(adapter, base), indent=2) + "\n")
 
 
 def stand_ins(model: nn.Module) -> dict[int, str]:

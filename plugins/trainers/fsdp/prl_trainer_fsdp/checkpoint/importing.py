@@ -11,13 +11,13 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from prl.adapters import PEFT_CONFIG, PEFT_WEIGHTS, peft_name
 from prl.config.schema import ModelTable
 from prl.errors import StoreError, UsageError
 from prl_models.provider import load_model
 from prl_models.shards import Entry, bytes_of, write_file
 from prl_trainer_fsdp.assembly import skeleton_options
 from prl_trainer_fsdp.checkpoint import compare_model, read_index
-from prl_trainer_fsdp.checkpoint.export import ADAPTER_CONFIG, ADAPTER_WEIGHTS, peft_name
 from prl_trainer_fsdp.checkpoint.format import BUFFER, PARAMETER, Facts, Piece, RankFile, Stored, rank_name
 from prl_trainer_fsdp.checkpoint.save import write_documents
 from prl_trainer_fsdp.config import FsdpConfig, LoraTable
@@ -83,8 +83,8 @@ def _checked(name: str, tensor: Tensor, like: Tensor) -> Tensor:
 def _adapters(folder: Path, lora: LoraTable) -> Iterator[Read]:
     """Adapters in PEFT's format. Raises: UsageError: there are none, or of another rank or scale."""
     try:
-        described = json.loads((folder / ADAPTER_CONFIG).read_text())
-        with safe_open(folder / ADAPTER_WEIGHTS, "pt") as file:
+        described = json.loads((folder / PEFT_CONFIG).read_text())
+        with safe_open(folder / PEFT_WEIGHTS, "pt") as file:
             for key, here in (("r", lora.rank), ("lora_alpha", lora.alpha)):
                 if described.get(key) != here:
                     raise UsageError(f"{folder} has adapters with {key} = {described.get(key)}, the run has {here}")
