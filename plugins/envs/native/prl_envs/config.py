@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import Field, model_validator
 
@@ -71,6 +71,51 @@ class AlphabetSortConfig(PluginConfig):
             raise ValueError(
                 f"max_turns * max_names is {self.max_turns * self.max_names}: there are names for lists of up to 1000"
             )
+        return self
+
+
+ConstraintKind = Literal[
+    "max_words", "min_words", "exact_words", "sentences", "bullets", "paragraphs", "lowercase", "uppercase",
+    "starts_with", "ends_with", "includes", "avoids", "no_commas", "quoted", "json", "repeats_request", "says_times",
+    "title", "highlights",
+]  # fmt: skip
+"""The names in `prl_envs.constraints.KINDS`, which is not imported to check a configuration."""
+
+
+class InstructionFollowingConfig(PluginConfig):
+    kinds: tuple[ConstraintKind, ...] = get_args(ConstraintKind)
+    """Kinds of constraints that are drawn from, each equally likely; fewer or easier ones make it easier."""
+    min_constraints: int = Field(1, ge=1)
+    """Constraints of a task at least."""
+    max_constraints: int = Field(3, ge=1)
+    """Constraints of a task at most; every number from `min_constraints` to this is equally likely. A task has fewer
+    where no further kind of `kinds` goes with those drawn: lowercase and capital letters exclude each other."""
+    reward: Literal["share", "strict"] = "share"
+    """The share of the constraints that are met, or 1 when all are and 0 otherwise."""
+    cut_off: Literal["fails", "counts"] = "fails"
+    """Whether an answer that `sampling.max_tokens` cut off meets none of its constraints, or is judged like another."""
+    held_out: float = Field(0.1, gt=0, lt=1)
+    """Share of the requests that belong to the evaluation split, by a hash of the request without its constraints."""
+    seed: int = 0
+    """Another seed gives other tasks; the splits stay disjoint."""
+    num_tasks: int = Field(1_000_000, ge=1)
+    """Tasks of the training split; they are made when they are drawn."""
+    eval_tasks: int = Field(1_000, ge=1)
+    """Tasks of the evaluation split."""
+
+    @model_validator(mode="after")
+    def _possible(self) -> InstructionFollowingConfig:
+        if not self.kinds:
+            raise wrong("kinds", "is empty; name one kind of constraint at least")
+        twice = sorted({kind for kind in self.kinds if self.kinds.count(kind) > 1})
+        if twice:
+            raise wrong("kinds", f"{', '.join(twice)} occurs twice")
+        if self.max_constraints < self.min_constraints:
+            raise ValueError(
+                f"max_constraints is {self.max_constraints}, less than min_constraints {self.min_constraints}"
+            )
+        if self.max_constraints > len(self.kinds):
+            raise ValueError(f"max_constraints is {self.max_constraints}, and there are {len(self.kinds)} kinds")
         return self
 
 

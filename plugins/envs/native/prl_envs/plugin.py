@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from prl.contribution import Contribution
-from prl_envs.config import AlphabetSortConfig, JsonlConfig, ReverseTextConfig
+from prl_envs.config import AlphabetSortConfig, InstructionFollowingConfig, JsonlConfig, ReverseTextConfig
 
 REVERSE_TEXT = Contribution(
     factory="prl_envs.reverse_text:ReverseText",
@@ -14,6 +14,11 @@ ALPHABET_SORT = Contribution(
     factory="prl_envs.alphabet_sort:AlphabetSort",
     config=AlphabetSortConfig,
     summary="Sort names, then merge more names in; procedural, several turns",
+)
+INSTRUCTION_FOLLOWING = Contribution(
+    factory="prl_envs.instruction_following:InstructionFollowing",
+    config=InstructionFollowingConfig,
+    summary="Answer a request under constraints that rules check; procedural, one turn",
 )
 JSONL = Contribution(
     factory="prl_envs.jsonl:build",
