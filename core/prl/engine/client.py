@@ -21,8 +21,9 @@ class WireEngineClient:
     When the connection breaks, every request in flight ends at once with `WireError`, and so does every later one.
     """
 
-    def __init__(self, address: str, token: str) -> None:
+    def __init__(self, address: str, token: str, *, install_timeout_s: float = INSTALL_TIMEOUT_S) -> None:
         self.address = address
+        self._install_timeout_s = install_timeout_s
         self._waiting: dict[str, asyncio.Future[Generation]] = {}
         self._outbox: list[GenerateRequest] = []
         self._loop = asyncio.get_running_loop()
@@ -66,7 +67,7 @@ class WireEngineClient:
         await self._wire.call(methods.PAUSE, NOTHING, timeout=CONTROL_TIMEOUT_S)
 
     async def install(self, weights: WeightsRef) -> None:
-        await self._wire.call(methods.INSTALL, weights, timeout=INSTALL_TIMEOUT_S)
+        await self._wire.call(methods.INSTALL, weights, timeout=self._install_timeout_s)
 
     async def resume(self) -> None:
         await self._wire.call(methods.RESUME, NOTHING, timeout=CONTROL_TIMEOUT_S)
