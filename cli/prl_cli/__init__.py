@@ -12,6 +12,7 @@ summary     the end of a run in a few lines
 tail        a JSONL file while it grows
 loading     the configuration a command was given
 evaluation  the configuration of `prl eval`
+serving     what `prl serve` serves, and what a person is told about it
 benching    from a configuration to the process that measures
 exporting   a checkpoint as a Hugging Face folder, in a process of its own
 installing  plugin packages, without harm to this environment

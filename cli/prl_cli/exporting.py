@@ -38,7 +38,7 @@ def export(run: RunDir, step: int | None, out: Path, *, dtype: str = "", adapter
     Raises:
         UsageError: no such checkpoint, or `out` is in use. ExportFailed: the trainer plugin could not write it.
     """
-    chosen = _chosen(run, step)
+    chosen = chosen_step(run, step)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out} exists and is not an empty folder: name another")
     request = {"action": "export", "run": str(run.path), "step": chosen, "out": str(out.resolve())}
@@ -60,7 +60,7 @@ def import_weights(run: RunDir, step: int | None, source: str) -> tuple[int, Pat
         UsageError: no such checkpoint or folder, or the run is going on. ExportFailed: the weights are not those of the
             run's model, or cannot be read or written.
     """
-    chosen = _chosen(run, step)
+    chosen = chosen_step(run, step)
     if Path(source).exists():
         source = str(Path(source).resolve())
     elif source.startswith((".", "/", "~")):  # what the configuration takes for a folder, not for a name on a hub
@@ -71,7 +71,12 @@ def import_weights(run: RunDir, step: int | None, source: str) -> tuple[int, Pat
     return chosen, Path(aside)
 
 
-def _chosen(run: RunDir, step: int | None) -> int:
+def chosen_step(run: RunDir, step: int | None) -> int:
+    """The step asked for, or the last one.
+
+    Raises:
+        UsageError: there is no complete checkpoint of it.
+    """
     steps = runs.checkpoint_steps(run)
     if not steps:
         raise UsageError(

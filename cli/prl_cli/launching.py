@@ -23,7 +23,7 @@ from prl_cli.progress import Progress
 from prl_cli.summary import PREEMPTED, show_summary
 
 if TYPE_CHECKING:
-    from prl.config.schema import RunConfig, SftConfig
+    from prl.config.schema import RunConfig, ServeConfig, SftConfig
     from prl.plan import Plan
 
     AnyConfig = RunConfig | SftConfig
@@ -62,7 +62,7 @@ def start(config: AnyConfig, existing: Existing, *, quiet: bool = False, as_json
     return code
 
 
-def run_dir(config: AnyConfig) -> RunDir:
+def run_dir(config: AnyConfig | ServeConfig) -> RunDir:
     return RunDir((Path(config.runs_dir).expanduser() / config.name).absolute())
 
 
@@ -175,12 +175,15 @@ def _differences(former: Any, current: Any, prefix: str = "") -> Iterator[str]:
 
 def show_plan(config: AnyConfig, *, as_json: bool) -> None:
     """What `--dry-run` prints: which processes would be started, and nothing is written."""
-    import msgspec
-
     from prl import planning
 
     run = run_dir(config)
-    plan = planning.build_plan(config, run)
+    print_plan(run, planning.build_plan(config, run), as_json=as_json)
+
+
+def print_plan(run: RunDir, plan: Plan, *, as_json: bool) -> None:
+    import msgspec
+
     if as_json:
         roles = msgspec.to_builtins(plan.roles)
         output.emit_json({"run": run.name, "path": str(run.path), "exists": run.path.exists(), "roles": roles})

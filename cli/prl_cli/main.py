@@ -17,6 +17,7 @@ COMMANDS = {
     "run": LazyCommand("prl_cli.commands.train:run", "Train with reinforcement learning."),
     "sft": LazyCommand("prl_cli.commands.train:sft", "Train on examples (supervised)."),
     "eval": LazyCommand("prl_cli.commands.evaluate:evaluate", "Evaluate a model on held-out tasks."),
+    "serve": LazyCommand("prl_cli.commands.serve:serve", "Serve a model over HTTP, without training."),
     "bench": LazyCommand("prl_cli.commands.bench:app", "Measure a part of a run on synthetic data."),
     "runs": LazyCommand("prl_cli.commands.runs:app", "List runs, or show one."),
     "config": LazyCommand("prl_cli.commands.config:app", "Show, explain or check a configuration."),

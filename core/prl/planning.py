@@ -47,6 +47,19 @@ def build_plan(config: RunConfig | SftConfig, run_dir: RunDir) -> Plan:
     )
 
 
+def build_serving_plan(config: RunConfig, run_dir: RunDir) -> Plan:
+    """The roles of `prl serve`: the engines, and who watches them.
+
+    Raises:
+        PluginError: the engine's plugin is missing, or gave no `Role`.
+    """
+    return _plan(
+        run_dir,
+        Role(CONTROLLER, _python("prl.controller.serving", "{run_dir}"), purpose="main"),
+        _plugin_role(config.engine, config),
+    )
+
+
 def _plan(run_dir: RunDir, *roles: Role) -> Plan:
     return Plan(run_id=run_dir.name, run_dir=str(run_dir.path.absolute()), roles=roles)
 

@@ -137,7 +137,11 @@ class EngineClient(Protocol):
 
 class EnginePlugin(Protocol):
     """An inference server. Its schema may say, as `takes_adapters`, that it serves low-rank adapters beside the model
-    it started with: then `prl.adapters.published` tells it which ones the trainer will send."""
+    it started with: then `prl.adapters.published` tells it which ones the trainer will send.
+
+    A schema with the key `api_port` says that each process offers an OpenAI-compatible HTTP interface with the run's
+    token as its key, on that port plus its replica, or on a free one for 0. The process registers with `info["api"]`,
+    "http://127.0.0.1:8000/v1", and `info["model"]`, the name to ask for there. `prl serve` needs it."""
 
     def role(self, config: RunConfig) -> Role:
         """The server's part of the plan. It is started with the run directory and registers its address."""

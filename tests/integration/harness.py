@@ -110,13 +110,17 @@ class Run:
         assert done.returncode == 0, self.told(done)
         return self
 
-    @contextlib.contextmanager
-    def going(self, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    def going(self, *arguments: str) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
         """`prl run` in the background; nothing of it is left when the block ends."""
+        return self.started("run", str(self.config), *arguments)
+
+    @contextlib.contextmanager
+    def started(self, *command: str) -> Iterator[subprocess.Popen[str]]:
+        """`prl` with this command, in the background; nothing of it is left when the block ends."""
         output = self.project.folder / f"{self.name}.out"
         with output.open("a") as file:
             process = subprocess.Popen(
-                _command("run", str(self.config), *arguments),
+                _command(*command),
                 cwd=self.project.folder,
                 env=_environment(),
                 stdin=subprocess.DEVNULL,

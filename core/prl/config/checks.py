@@ -2,7 +2,7 @@
 
 The schema knows each key alone; what follows knows them together. `check` is run on every configuration before
 anything starts. An error refuses the run, a warning is shown. A new rule is a function of the configuration that yields
-problems, added to `_RUN_RULES` or `_SFT_RULES`.
+problems, added to `_RUN_RULES`, `_SFT_RULES` or `_SERVE_RULES`.
 """
 
 from __future__ import annotations
@@ -11,19 +11,26 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from prl.config.compose import Problem
-from prl.config.schema import ModelTable, RunConfig, SftConfig, Table
+from prl.config.schema import ModelTable, RunConfig, ServeConfig, SftConfig, Table
 
 
 def check(config: Table) -> list[Problem]:
     """Every problem of a configuration whose tables are valid one by one."""
     if isinstance(config, RunConfig):
         return [problem for rule in _RUN_RULES for problem in rule(config)]
+    if isinstance(config, ServeConfig):
+        return [problem for rule in _SERVE_RULES for problem in rule(config)]
     if isinstance(config, SftConfig):
         return [problem for rule in _SFT_RULES for problem in rule(config)]
     return []
 
 
-def _model_exists(config: RunConfig | SftConfig) -> Iterator[Problem]:
+def _there_is_an_environment(config: RunConfig) -> Iterator[Problem]:
+    if not config.envs:
+        yield Problem("envs", "needs at least 1 environment: [[envs]] with use = ...")
+
+
+def _model_exists(config: RunConfig | SftConfig | ServeConfig) -> Iterator[Problem]:
     yield from _model_folder(config.model)
 
 
@@ -109,6 +116,16 @@ def _evaluation_happens(config: RunConfig) -> Iterator[Problem]:
         yield Problem("eval.every", "has no effect while eval.tasks is 0", severity="warning")
 
 
+def _engine_has_an_api(config: ServeConfig) -> Iterator[Problem]:
+    """An engine's schema says it by having the key `api_port`."""
+    if "api_port" not in type(config.engine.plugin_config()).model_fields:
+        yield Problem(
+            "engine.use",
+            f"{config.engine.use!r} answers the other roles of a run alone, it has no HTTP interface: serve with an "
+            'engine that has one, such as "vllm" (--engine vllm)',
+        )
+
+
 def _data_exists(config: SftConfig) -> Iterator[Problem]:
     """A path that is plainly meant as one of this machine must be there; anything else may be a hub's name."""
     for key in ("train", "eval"):
@@ -123,6 +140,7 @@ _DATA_FILES = (".jsonl", ".json", ".ndjson", ".parquet")
 
 
 _RUN_RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
+    _there_is_an_environment,
     _model_exists,
     _groups_can_be_compared,
     _trainer_agrees,
@@ -137,4 +155,8 @@ _SFT_RULES: tuple[Callable[[SftConfig], Iterator[Problem]], ...] = (
     _trainer_agrees,
     _data_exists,
     _updates_are_steps,
+)
+_SERVE_RULES: tuple[Callable[[ServeConfig], Iterator[Problem]], ...] = (
+    _model_exists,
+    _engine_has_an_api,
 )

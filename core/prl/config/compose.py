@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path as File
 from typing import Any
@@ -71,8 +71,9 @@ class Problem:
 class Composition:
     """Sources laid over one another: the data, where each value stands, and what could not be read."""
 
-    def __init__(self, files: Sequence[File | str], sets: Sequence[str]) -> None:
-        self.data: dict[str, Any] = {}
+    def __init__(self, files: Sequence[File | str], sets: Sequence[str], base: Mapping[str, Any] | None = None) -> None:
+        """`base` lies below the files: values that nobody wrote into one."""
+        self.data: dict[str, Any] = copy.deepcopy(dict(base or {}))
         self.origins: dict[Path, Origin] = {}
         self.unreadable: list[str] = []
         self.files = [str(file) for file in files]

@@ -11,7 +11,7 @@ The result is written to the run directory (`prl.store.lock.write_config`), and 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -56,17 +56,19 @@ def load_config(
     sets: Sequence[str] = (),
     schema: type[Config] = RunConfig,  # type: ignore[assignment]
     *,
+    base: Mapping[str, Any] | None = None,
     checks: bool = True,
 ) -> LoadedConfig[Config]:
     """Read, compose and check a configuration.
 
     Args:
+        base: what lies below the files.
         checks: also apply the rules across tables, which look at files, and the installed hooks.
 
     Raises:
         ConfigError: with every problem, each as "file:line:column: error: key: message", the line and a caret.
     """
-    composition = Composition(paths, sets)
+    composition = Composition(paths, sets, base)
     if composition.unreadable:
         raise ConfigError(composition.unreadable)
     _make_references_absolute(composition.data, schema)

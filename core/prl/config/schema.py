@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from prl.config.data import SftDataTable as SftDataTable
 from prl.config.tables import PluginTable as PluginTable
@@ -239,7 +239,8 @@ class RunConfig(Table):
     model: ModelTable
     loop: LoopTable = LoopTable()
     sampling: SamplingTable = SamplingTable()
-    envs: list[EnvTable] = Field(min_length=1)
+    envs: list[EnvTable] = []
+    """Environments: at least one, but for `prl serve`."""
     algorithm: AlgorithmTable = AlgorithmTable()
     loss: LossTable = LossTable()
     engine: EngineTable = EngineTable()
@@ -261,6 +262,28 @@ class RunConfig(Table):
             if label in labels[:index]:
                 raise wrong(f"envs.{index}", f"two environments are called {label!r}: give one of them another `name`")
         return self
+
+
+class ServeConfig(Table):
+    """The inference side alone. It reads a run's configuration, too: other tables may be there and are not read."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    name: str = Field("serve", pattern=_NAME)
+    """The run directory is `runs_dir`/`name`."""
+    runs_dir: str = "runs"
+    """Where run directories are made."""
+    seed: int = Field(0, ge=0)
+    """Of sampling, where a request has no seed of its own."""
+    model: ModelTable
+    engine: EngineTable = EngineTable(use="vllm")
+    launcher: LauncherTable = LauncherTable()
+    faults: list[Fault] = []
+    """Failures to inject, for tests."""
+
+    def run_config(self) -> RunConfig:
+        """A run without steps and environments, which is how engines read it."""
+        return RunConfig(**{key: getattr(self, key) for key in type(self).model_fields}, loop=LoopTable(steps=0))
 
 
 class SftConfig(Table):

@@ -8,4 +8,5 @@ report     status.json and summary.json
 observing  from what the loop reports to hooks and monitors
 control    what may be asked of a run that is going on
 run        puts them together: start or resume, loop, checkpoints, summary, exit code
+serving    the other controller, of `prl serve`: engines alone
 """

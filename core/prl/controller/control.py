@@ -54,14 +54,7 @@ class Control:
     def why(self) -> list[str]:
         """The waits in progress, the oldest first, and roles that have fallen silent."""
         lines = [self.starting] if self.state is None else self.state.waits.describe()
-        for connection in self.hub.connections.values():
-            silent = time.monotonic() - connection.seen
-            if silent > SILENT_S:
-                lines.append(
-                    f"{connection.label} (pid {connection.pid}) has not spoken for {silent:.0f} s; it was "
-                    f"{connection.doing!r}: see logs/{connection.label}.log"
-                )
-        return lines
+        return lines + silent_roles(self.hub)
 
     def _switch(self, state: LoopState, action: str) -> ControlReply:
         if action == "evaluate":
@@ -91,3 +84,16 @@ class Control:
             for c in self.hub.connections.values()
         }
         return {"roles": roles, "waits": self.why()}
+
+
+def silent_roles(hub: Hub) -> list[str]:
+    """A line for each role that has fallen silent."""
+    lines = []
+    for connection in hub.connections.values():
+        silent = time.monotonic() - connection.seen
+        if silent > SILENT_S:
+            lines.append(
+                f"{connection.label} (pid {connection.pid}) has not spoken for {silent:.0f} s; it was "
+                f"{connection.doing!r}: see logs/{connection.label}.log"
+            )
+    return lines
