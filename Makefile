@@ -9,7 +9,7 @@ PROJECTS := $(wildcard core/pyproject.toml cli/pyproject.toml plugins/*/pyprojec
 PACKAGES := core/prl cli/prl_cli $(wildcard plugins/*/prl_*) $(wildcard plugins/*/*/prl_*)
 PYTEST := $(BIN)/python -m pytest -rs
 
-.PHONY: help setup lint test test-slow test-gpu demo bench-peer bench-overlap bench-dataplane bench-generation bench-trainer bench-head bench-kernels clean
+.PHONY: help setup lint test test-slow test-gpu demo bench-peer bench-overlap bench-dataplane bench-generation bench-vllm bench-trainer bench-head bench-kernels clean
 
 help:
 	@echo "make setup            create .venv and install every distribution into it"
@@ -22,6 +22,7 @@ help:
 	@echo "make bench-overlap    how much asynchrony gains"
 	@echo "make bench-dataplane  rollouts and packed tokens per second"
 	@echo "make bench-generation CPU time of engine and gateway"
+	@echo "make bench-vllm       tokens per second through prl and of vLLM alone, on one NVIDIA GPU"
 	@echo "make bench-trainer    the trainer's step beside its peer's, on one NVIDIA GPU"
 	@echo "make bench-head       memory of the chunked head beside the plain one"
 	@echo "make bench-kernels    attention, operations and head on an NVIDIA GPU, beside what it can do"
@@ -71,6 +72,9 @@ bench-dataplane: setup
 
 bench-generation: setup
 	$(BIN)/python benchmarks/generation.py
+
+bench-vllm: setup
+	$(BIN)/python benchmarks/vllm_generation.py
 
 bench-trainer: setup
 	$(BIN)/python benchmarks/trainer_peer.py

@@ -2,7 +2,8 @@
 
 Parity: a model of random weights (of Qwen3-0.6B's shapes; larger than usual, so that distributions are peaked) scores
 two packed rows and trains one step on them, in one process and in two with every layout. Compared are the largest
-difference of a log-probability, relative to the largest, and the norm of the gradient.
+difference of a log-probability, relative to the largest, and the norm of the gradient; and, layer by layer, how far the
+gradient of each precision lies from the one that one process computes in float32. Rounding moves both by as much.
 
 Scaling: `prl bench trainer` on one GPU and on all of them, with a row for each rank ("fsdp") or one row that all share
 ("ulysses", "ring"); efficiency is tokens per second on all, divided by those of one times their number.
@@ -27,6 +28,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 
 from prl.config.bench import BenchConfig
 from prl.testing.numerics import relative_error
@@ -36,6 +38,7 @@ from prl_trainer_fsdp.bench.shapes import shapes_of, write_model
 from prl_trainer_fsdp.config import FsdpConfig
 from prl_trainer_fsdp.learner import Learner
 from prl_trainer_fsdp.parallel.runtime import Runtime, start
+from prl_trainer_fsdp.parallel.sharding import gather
 
 HERE = Path(__file__).parent
 RESULT = HERE / "results" / "h200_scaling.json"
@@ -44,6 +47,9 @@ TOLERANCES = {"float32": 1e-5, "bfloat16": 2e-2}
 """Of log-probabilities and of the gradient's norm, both relative: rounding in another order, 28 layers deep."""
 STD = 0.05
 """Of the random weights: with tied embeddings of 1,024 dimensions, logits of standard deviation 1.6."""
+
+SAMPLED = 1 << 16
+"""Elements of each parameter's gradient that are compared."""
 
 Found = dict[str, Any]
 
@@ -84,10 +90,24 @@ def once(asked: Found, layout: str, dtype: str, model: Path, runtime: Runtime) -
     documents = [part.tolist() for row in rows for part in np.split(row.token_ids, row.cu_seqlens[1:-1])]
     logprobs = [value for scored in learner.score(documents) for value in scored]
     mine = rows[runtime.data_rank :: runtime.layout.data_ranks]
+    samples: dict[str, torch.Tensor] = {}
+    learner.mark = lambda part: samples.update(gradients(learner)) if part == "optimizer" else None
     metrics = learner.step(mine, denominators(rows, 1), 0)
     if runtime.is_leader:
+        save_file(samples, model.parent / f"{layout}-{dtype}.safetensors")
         print(f"{runtime.world} processes, {layout}, {dtype}: computed", flush=True)
     return {"logprobs": logprobs, "loss": metrics["train/loss"], "grad_norm": metrics["train/grad_norm"]}
+
+
+def gradients(learner: Learner) -> dict[str, torch.Tensor]:
+    """Of every parameter at most `SAMPLED` elements of its gradient, evenly spread. Collective."""
+    found = {}
+    for name, parameter in learner.parameters():
+        assert parameter.grad is not None, name
+        whole = gather(parameter.grad).flatten()
+        # A copy: what follows scales gradients in place.
+        found[name] = whole[:: -(-len(whole) // SAMPLED)].to("cpu", torch.float32, copy=True)
+    return found
 
 
 def configuration(asked: Found, layout: str, dtype: str, model: str, world: int = 1) -> tuple[BenchConfig, FsdpConfig]:
@@ -144,6 +164,7 @@ def parity(options: argparse.Namespace, folder: Path) -> Iterator[Found]:
             "grad_norm": norm,
             "loss": abs(found["loss"] / expected["loss"] - 1),
             "tolerance": tolerance,
+            **(from_float32(folder, found, reference) if "float32" in reference else {}),
             "agrees": bool(logprobs <= tolerance and norm <= tolerance),
             "model": options.shapes if isinstance(options.shapes, str) else "tiny",
             "documents": options.documents,
@@ -151,6 +172,39 @@ def parity(options: argparse.Namespace, folder: Path) -> Iterator[Found]:
             "versions": several["versions"],
             "date": date.today().isoformat(),
         }
+
+
+def from_float32(folder: Path, found: Found, reference: dict[str, Found]) -> Found:
+    """How far gradients lie from the one that one process computes in float32: those of one process in this precision
+    and those of several. By layer: |g - g32| / |g32| over what was sampled, and the same between the two."""
+    exact = load_file(folder / "one-float32.safetensors")
+    one = load_file(folder / f"one-{found['dtype']}.safetensors")
+    several = load_file(folder / f"{found['layout']}-{found['dtype']}.safetensors")
+    layers: dict[str, list[str]] = {}
+    for name in exact:
+        parts = name.split(".")
+        place = parts.index("layers") if "layers" in parts else None
+        layers.setdefault(".".join(parts[place : place + 2]) if place is not None else name, []).append(name)
+
+    def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], names: Sequence[str]) -> float:
+        apart, size = (
+            sum(float(tensor.double().square().sum()) for tensor in tensors)
+            for tensors in ([a[name] - b[name] for name in names], [exact[name] for name in names])
+        )
+        return float(f"{(apart / size) ** 0.5:.3g}") if size else 0.0
+
+    def three(names: Sequence[str]) -> list[float]:
+        return [distance(one, exact, names), distance(several, exact, names), distance(one, several, names)]
+
+    norm = reference["float32"]["grad_norm"]
+    return {
+        "gradient": three(list(exact)),
+        "gradient_layers": {layer: three(names) for layer, names in layers.items()},
+        "norm_from_float32": [
+            abs(reference[found["dtype"]]["grad_norm"] / norm - 1),
+            abs(found["grad_norm"] / norm - 1),
+        ],
+    }
 
 
 def scaling(layout: str, options: argparse.Namespace, folder: Path) -> Found:

@@ -108,12 +108,14 @@ def head_table(rows: Rows) -> list[str]:
 
 def scaling_table(rows: Rows) -> list[str]:
     lines = [
-        "| layout | precision | log-probabilities differ by | gradient norm by | allowed |",
-        "|---|---|---|---|---|",
+        "| layout | precision | log-probabilities differ by | gradient norm by | allowed |"
+        " gradient from float32's: one rank, all, one from all |",
+        "|---|---|---|---|---|---|",
     ]
     for row in rows:
         if row["kind"] == "parity":
-            cells = (f"{row['logprobs']:.1e}", f"{row['grad_norm']:.1e}", f"{row['tolerance']:.0e}")
+            apart = ", ".join(f"{value:.1e}" for value in row.get("gradient", ())) or "-"
+            cells = (f"{row['logprobs']:.1e}", f"{row['grad_norm']:.1e}", f"{row['tolerance']:.0e}", apart)
             lines.append(f"| {row['layout']}, {row['world']} ranks | {row['dtype']} | {' | '.join(cells)} |")
     lines += ["", "| layout | model | tokens of a row | one GPU, tokens/s | all, tokens/s | efficiency |"]
     lines += ["|---|---|---|---|---|---|"]
@@ -122,6 +124,64 @@ def scaling_table(rows: Rows) -> list[str]:
             cells = [f"{row['layout']}, {row['world']} GPUs", row["model"], f"{row['seq_len']:,}"]
             cells += [f"{row['one']:,.0f}", f"{row['all']:,.0f}", percent(row["efficiency"])]
             lines.append(f"| {' | '.join(cells)} |")
+    return [*lines, "", *measured_on(rows)]
+
+
+def costs_table(rows: Rows) -> list[str]:
+    lines = ["| optimiser | the step, ms | of it the optimiser, ms | peak GiB |", "|---|---|---|---|"]
+    for row in rows:
+        if row["kind"] == "optimizer":
+            figures = (1000 * median(row["step_s"]), 1000 * row["parts"]["optimizer"], row["peak_gib"])
+            lines.append(f"| {row['optimizer']} | {' | '.join(f'{figure:.1f}' for figure in figures)} |")
+    lines += [
+        "",
+        "| a checkpoint of | training stands still for | the first time | files written in | a step meanwhile |",
+    ]
+    lines += ["|---|---|---|---|---|"]
+    for row in rows:
+        if row["kind"] == "checkpoint":
+            steps = [f"{1000 * median(values):.0f} ms" for values in (row["step_meanwhile_s"], row["step_s"]) if values]
+            cells = [
+                f"{row['bytes'] / 1e9:.1f} GB, beside training",
+                f"{1000 * median(row['snapshot_s']):.0f} ms",
+                f"{1000 * row['first_snapshot_s']:.0f} ms",
+                f"{row['beside_s']:.1f} s",
+                " beside ".join(steps) if len(steps) == 2 else "-",
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+            lines.append(f"| the same, waited for | {1000 * row['waited_s']:.0f} ms | - | - | - |")
+    return [*lines, "", *measured_on(rows)]
+
+
+def generation_table(rows: Rows) -> list[str]:
+    """vLLM's best way and prl, for each length; then what the swaps did."""
+    lines = [
+        "| a completion of | at once | vLLM alone, tokens/s | with log-probabilities | prl, tokens/s | prl / vLLM |",
+        "|---|---|---|---|---|---|",
+    ]
+    own = [row for row in rows if row["side"] == "prl"]
+    for row in own:
+        peers = [other for other in rows if other["side"] == "vllm" and other["tokens"] == row["tokens"]]
+        plain, with_logprobs = (
+            max((peer["tokens_per_s"] for peer in peers if peer["logprobs"] == logprobs), default=None)
+            for logprobs in (False, True)
+        )
+        cells = [f"{row['prompt']} + {row['tokens']} tokens", str(row["concurrency"])]
+        cells += ["-" if rate is None else f"{rate:,.0f}" for rate in (plain, with_logprobs, row["tokens_per_s"])]
+        lines.append(f"| {' | '.join(cells)} | {percent(row.get('ratio'))} |")
+    lines += ["", "| a completion of | swaps | stall, median and worst | sequences across a swap | probes differ by |"]
+    lines += ["|---|---|---|---|---|"]
+    for row in own:
+        stalls = [swap["stall_s"] for swap in row["swaps"] if "stall_s" in swap]
+        apart = [swap["probe_difference"] for swap in row["swaps"] if "probe_difference" in swap]
+        cells = [
+            f"{row['prompt']} + {row['tokens']} tokens",
+            f"{len(row['swaps'])} by {row['channel']}",
+            f"{1000 * median(stalls):.0f} ms, {1000 * max(stalls):.0f} ms" if stalls else "-",
+            f"{row['crossing']:,} of {row['requests']:,}",
+            f"at most {max(apart):.1e}" if apart else "-",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
     return [*lines, "", *measured_on(rows)]
 
 
@@ -143,6 +203,8 @@ TABLES: dict[str, tuple[str, Callable[[Rows], list[str]]]] = {
     "parts": ("h200_trainer.json", parts_table),
     "head": ("head_memory.json", head_table),
     "scaling": ("h200_scaling.json", scaling_table),
+    "costs": ("h200_trainer_costs.json", costs_table),
+    "generation": ("vllm_generation.json", generation_table),
 }
 
 

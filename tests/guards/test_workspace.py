@@ -18,7 +18,7 @@ TAKEN = {"prl", "prl-cli"}
 PART_OF = {"pydantic_core": "pydantic"}
 """Packages that come with exactly one version of another."""
 
-PEERS = {"trl", "datasets", "flash_attn"}
+PEERS = {"trl", "datasets", "flash_attn", "vllm"}
 """Measured against where they are installed."""
 
 OPTIONAL = {"pytest", "uvloop", "flash_attn", "liger_kernel", "quack", "renderers"}

@@ -11,7 +11,7 @@ import pytest
 
 from .benchmarks import BENCHMARKS, loaded
 
-table, head, scaling = loaded("table"), loaded("head_memory"), loaded("h200_scaling")
+table, head, scaling, costs = (loaded(name) for name in ("table", "head_memory", "h200_scaling", "trainer_costs"))
 TINY = loaded("trainer_peer").TINY
 ABOUT = {"hardware": "NVIDIA H200", "versions": {"torch": "2.11.0"}, "date": "2026-11-30"}
 
@@ -83,8 +83,42 @@ def test_two_processes_compute_what_one_does(tmp_path: Path, capfd: pytest.Captu
     rows = json.loads(out.read_text())
     assert [row["layout"] for row in rows] == ["fsdp", "ulysses", "ring"]
     assert all(row["agrees"] and row["logprobs"] < 1e-5 and row["grad_norm"] < 1e-5 for row in rows)
+    assert all(max(row["gradient"]) < 1e-5 and "layers.1" in row["gradient_layers"] for row in rows)
+    assert any(max(row["gradient"]) > 0 for row in rows)
     timed = {"kind": "scaling", "layout": "fsdp", "world": 2, "one": 100.0, "all": 190.0, "efficiency": 0.95}
     out.rename(tmp_path / "h200_scaling.json")
     (tmp_path / "h200_scaling.json").write_text(json.dumps([*rows, {**timed, "model": "m", "seq_len": 9, **ABOUT}]))
     shown = table.table("scaling", tmp_path)
     assert "| ring, 2 ranks | float32 |" in shown and "| fsdp, 2 GPUs | m | 9 | 100 | 190 | 95% |" in shown
+
+
+def test_a_checkpoint_stops_the_trainer_for_its_snapshot_only(tmp_path: Path) -> None:
+    options = costs.parsed(["--device", "cpu", "--steps", "2", "--tokens", "64"])
+    config = costs.asked(options)
+    config["bench"]["shapes"] = TINY
+    row = costs.measure({"config": config, "folder": str(tmp_path)})
+    assert len(row["step_s"]) == 2 and row["bytes"] > 100_000
+    assert 0 < max(row["snapshot_s"]) < row["beside_s"] + 1 and row["waited_s"] > min(row["snapshot_s"])
+    optimizer = {"kind": "optimizer", "optimizer": "muon", "peak_gib": 14.0, "parts": {"optimizer": 0.012}, **ABOUT}
+    rows = [{**optimizer, "step_s": [0.31, 0.3, 0.32]}, {**row, **ABOUT, "step_meanwhile_s": [0.4], "step_s": [0.3]}]
+    (tmp_path / "h200_trainer_costs.json").write_text(json.dumps(rows))
+    shown = table.table("costs", tmp_path)
+    assert "| muon | 310.0 | 12.0 | 14.0 |" in shown and "400 ms beside 300 ms" in shown
+
+
+def test_orchestration_is_compared_with_the_best_of_vllm_alone(tmp_path: Path) -> None:
+    generation = loaded("vllm_generation")
+    about = {"model": "m", "hardware": "NVIDIA H200", "tokens": 512, "concurrency": 512, "requests": 2048}
+    about |= {"prompt": 256, "versions": {"torch": "2.11.0"}, "date": "2026-12-01"}
+    vllm = {"side": "vllm", **about}
+    rows = [{**vllm, "mode": "queue", "logprobs": False, "tokens_per_s": 30000.0}]
+    rows += [{**vllm, "mode": "closed", "logprobs": True, "tokens_per_s": 28000.0}]
+    rows += [{**vllm, "mode": "queue", "logprobs": False, "tokens_per_s": 90000.0, "tokens": 64}]
+    swaps = [{"stall_s": 0.2, "probe_difference": 0.03}, {"stall_s": 0.1}]
+    own = {"side": "prl", **about, "tokens_per_s": 27000.0, "swaps": swaps, "crossing": 512, "channel": "cuda_ipc"}
+    rows = generation.with_ratios([*rows, own])
+    assert rows[-1]["ratio"] == 0.9
+    (tmp_path / "vllm_generation.json").write_text(json.dumps(rows))
+    shown = table.table("generation", tmp_path)
+    assert "| 256 + 512 tokens | 512 | 30,000 | 28,000 | 27,000 | 90% |" in shown
+    assert "| 2 by cuda_ipc | 150 ms, 200 ms | 512 of 2,048 | at most 3.0e-02 |" in shown
