@@ -47,12 +47,14 @@ def require_plain_attention(model: LoadedModel) -> None:
         theirs = _plain(model)
     finally:
         module.set_attn_implementation(ATTENTION)
-    difference = (ours - theirs).abs().max().item()
-    limit = 1e-3 if next(module.parameters()).dtype == torch.float32 else 0.5
+    differences = (ours - theirs).abs()
+    # Rounding in bfloat16 moves single log-probabilities of a pretrained model by 0.5, their mean by 0.06.
+    exact = next(module.parameters()).dtype == torch.float32
+    difference, limit = (differences.max().item(), 1e-3) if exact else (differences.mean().item(), 0.15)
     if not difference <= limit:
         raise UsageError(
-            f"{name}: log-probabilities of the fixed scheduler differ from the model's own by {difference:.3g}, "
-            f"allowed is {limit:g}: {REMEDY}"
+            f"{name}: log-probabilities of the fixed scheduler differ from the model's own by {difference:.3g}"
+            f"{'' if exact else ' in the mean'}, allowed is {limit:g}: {REMEDY}"
         )
 
 
