@@ -17,8 +17,8 @@ class NotRunning(PrlError):
     """There is no controller to ask; the message tells how the run ended."""
 
 
-def request(run: RunDir, action: Action, *, timeout: float) -> ControlReply:
-    """Ask the controller for `action`; wait for its answer at most `timeout` seconds.
+def request(run: RunDir, action: Action, *, timeout: float, engines: int = 0) -> ControlReply:
+    """Ask the controller for `action`; wait for its answer at most `timeout` seconds. `engines` goes with "scale".
 
     Raises:
         NotRunning: the run has ended, or was killed.
@@ -31,7 +31,7 @@ def request(run: RunDir, action: Action, *, timeout: float) -> ControlReply:
         raise not_running(run) from None
     if not _listens(address):
         raise not_running(run)
-    return asyncio.run(_call(address, token, action, timeout))
+    return asyncio.run(_call(address, token, ControlRequest(action, engines), timeout))
 
 
 def not_running(run: RunDir) -> NotRunning:
@@ -63,10 +63,10 @@ def _listens(address: str) -> bool:
         return False
 
 
-async def _call(address: str, token: str, action: Action, timeout: float) -> ControlReply:
+async def _call(address: str, token: str, request: ControlRequest, timeout: float) -> ControlReply:
     client = Client(address, token, name="the controller")
     try:
-        return await client.call(CONTROL, ControlRequest(action), timeout=timeout)
+        return await client.call(CONTROL, request, timeout=timeout)
     except WireError as error:
         raise WireError(f"{error}; `prl doctor` and the controller's log may tell why") from error
     finally:

@@ -27,6 +27,7 @@ COMMANDS = {
     "pause": LazyCommand("prl_cli.commands.control:pause", "Let a run hold still until it is resumed."),
     "resume": LazyCommand("prl_cli.commands.control:resume", "Let a paused run go on."),
     "checkpoint": LazyCommand("prl_cli.commands.control:checkpoint", "Save a checkpoint of a run now."),
+    "scale": LazyCommand("prl_cli.commands.control:scale", "Change how many engines a run has, while it goes on."),
     "why-stuck": LazyCommand("prl_cli.commands.control:why_stuck", "Say what a run waits for, and for how long."),
     "export": LazyCommand("prl_cli.commands.export:export", "Write a checkpoint as a Hugging Face folder."),
     "import": LazyCommand("prl_cli.commands.export:import_weights", "Put a folder's weights into a run's checkpoint."),

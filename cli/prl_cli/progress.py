@@ -117,10 +117,21 @@ def plain_line(status: dict[str, Any], state: LaunchState) -> str:
     parts.extend(_busy(status) if status.get("step") else [])
     if status.get("waiting_for"):
         parts.append(f"waits for {waited_for(status)}")
+    if engines(status):
+        parts.append(engines(status))
     restarts = sum(process.restarts for process in state.processes)
     if restarts:
         parts.append(f"{restarts} restarts")
     return "  ".join(parts)
+
+
+def engines(status: dict[str, Any]) -> str:
+    """How many engines serve and how many are wanted; "" where that goes without saying."""
+    counts = status.get("engines") or {}
+    wanted, serving = counts.get("wanted", 1), counts.get("serving", 1)
+    if status.get("waits") is None or (wanted == 1 and serving == 1):
+        return ""
+    return f"{serving} engines" if wanted == serving else f"{serving} of {wanted} engines"
 
 
 def condition(status: dict[str, Any]) -> str:
@@ -215,6 +226,7 @@ def _details(status: dict[str, Any]) -> str:
             f"staleness {output.number(status['staleness_mean'], 1)} (max {output.number(status.get('staleness_max'))})"
         )
     parts.extend(f"{text} busy" for text in _busy(status))
+    parts.extend([engines(status)] if engines(status) else [])
     return ", ".join(parts)
 
 

@@ -70,6 +70,8 @@ class Role(msgspec.Struct, frozen=True):
         clean_env: start it with the variables of `SAFE_VARIABLES` and `env` only. For code that must not see the
             secrets of the shell it was started from (environments).
         restart: whether a failure is repaired by starting it again, at most `max_restarts` times.
+        elastic: whether `replicas` is only where it begins, and more or fewer may be asked for while the run goes on
+            (`prl.messages.SCALE`).
     """
 
     name: str
@@ -81,6 +83,7 @@ class Role(msgspec.Struct, frozen=True):
     purpose: Purpose = "service"
     restart: Restart = "never"
     max_restarts: int = 3
+    elastic: bool = False
 
 
 class Plan(msgspec.Struct, frozen=True):

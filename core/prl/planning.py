@@ -11,6 +11,8 @@ from prl.errors import PluginError
 from prl.plan import CONTROLLER, Plan, Role
 from prl.rundir import RunDir
 
+ENGINE = "engine"
+"""The role's name of the inference servers."""
 ENV_PREFIX = "env-"
 """How the role's name of any environment's workers begins."""
 
@@ -32,7 +34,7 @@ def build_plan(config: RunConfig | SftConfig, run_dir: RunDir) -> Plan:
     return _plan(
         run_dir,
         Role(CONTROLLER, _python("prl.controller", "{run_dir}"), purpose="main"),
-        _plugin_role(config.engine, config),
+        msgspec.structs.replace(_plugin_role(config.engine, config), elastic=True),
         trainer,
         Role("gateway", _python("prl_gateway", "{run_dir}", "{replica}")),
         *(

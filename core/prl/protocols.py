@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -311,6 +311,10 @@ class EngineFleet(Protocol):
 
     def gauges(self) -> Sequence[EngineGauges]:
         """How loaded each serving engine is, as it last said: what adaptive concurrency goes by."""
+        ...
+
+    def reading(self) -> Collection[int]:
+        """Versions that an engine is reading at this moment, which must not be released."""
         ...
 
     async def install(self, weights: WeightsRef) -> None: ...

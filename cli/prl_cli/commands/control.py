@@ -1,4 +1,4 @@
-"""`prl stop|pause|resume|checkpoint|why-stuck RUN`: ask the controller of a run that is going on."""
+"""`prl stop|pause|resume|checkpoint|scale|why-stuck RUN`: ask the controller of a run that is going on."""
 
 from __future__ import annotations
 
@@ -35,17 +35,39 @@ def checkpoint(run: RunName, runs_dir: RunsDir = None, timeout: Timeout = 600, j
     _ask(run, "checkpoint", runs_dir, timeout, json)
 
 
+Target = Annotated[str, typer.Argument(metavar="engines=N", help="How many engines there are to be, at least 1.")]
+
+
+def scale(run: RunName, target: Target, runs_dir: RunsDir = None, timeout: Timeout = 60, json: Json = False) -> None:
+    """Change how many engines a run has, while it goes on.
+
+    More are started and serve as soon as they hold the current weights; those that are too many finish what they have
+    first. A run that is resumed begins with engine.replicas again.
+    """
+    _ask(run, "scale", runs_dir, timeout, json, engines=_number(target))
+
+
 def why_stuck(run: RunName, runs_dir: RunsDir = None, timeout: Timeout = 20, json: Json = False) -> None:
     """Say what a run waits for, and for how long."""
     _ask(run, "why-stuck", runs_dir, timeout, json)
 
 
-def _ask(name: str, action: Action, runs_dir: Path | None, timeout: float, json: bool) -> None:
+def _number(target: str) -> int:
+    """N of "engines=N"."""
+    from prl.errors import UsageError
+
+    role, _, number = target.partition("=")
+    if role.strip() != "engines" or not number.strip().isdecimal() or int(number) < 1:
+        raise UsageError(f"{target!r}: write engines=N with N at least 1, such as `prl scale RUN engines=3`")
+    return int(number)
+
+
+def _ask(name: str, action: Action, runs_dir: Path | None, timeout: float, json: bool, *, engines: int = 0) -> None:
     from prl_cli import control, output, runs
 
     run = runs.find(name, runs_dir)
     try:
-        reply = control.request(run, action, timeout=timeout)
+        reply = control.request(run, action, timeout=timeout, engines=engines)
     except control.NotRunning as error:
         if json:
             status = runs.status(run)

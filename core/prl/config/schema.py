@@ -63,7 +63,7 @@ class LoopTable(Table):
     stuck_after_s: float = Field(300, gt=0)
     """Report the chain of waits when nothing has moved for so long."""
     silent_after_s: float = Field(60, gt=0)
-    """An environment worker without a sign of life for so long is blocked: it is killed and started again."""
+    """An environment worker or engine without a sign of life for so long is blocked: it is killed and started again."""
 
 
 class SamplingTable(Table):
@@ -115,6 +115,11 @@ class EngineTable(PluginTable):
     """CPU threads of each replica; 0 leaves it to the numeric library."""
     adapters: Literal["auto", "merged"] = "auto"
     """How low-rank adapters reach it: as adapters, where it takes them, or "merged" into whole weights."""
+    install_timeout_s: float = Field(300, gt=0)
+    """How long a replica may take to install a version. One that takes longer is killed and started again, while the
+    others go on."""
+    drain_timeout_s: float = Field(120, ge=0)
+    """How long a replica that is no longer wanted may take for its requests; the rest is tried again elsewhere."""
 
 
 class TrainerTable(PluginTable):

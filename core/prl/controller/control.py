@@ -1,4 +1,4 @@
-"""What may be asked of a running controller: pause, resume, checkpoint, evaluate, stop, why-stuck."""
+"""What may be asked of a running controller: pause, resume, checkpoint, evaluate, stop, scale, why-stuck."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 from prl.controller.hub import Hub
+from prl.controller.scaling import Scaler
 from prl.loop.state import LoopState
 from prl.messages import ControlReply, ControlRequest
 from prl.wire import Peer
@@ -18,10 +19,11 @@ SILENT_S = 10.0
 class Control:
     """Answers control requests; before the loop exists it can only say what the run waits for.
 
-    `hub` is set before the first request: the hub itself is made with this object's handler.
+    `hub` and `scaler` are set before the first request: the hub itself is made with this object's handler.
     """
 
     hub: Hub
+    scaler: Scaler
 
     def __init__(self) -> None:
         self.state: LoopState | None = None
@@ -39,6 +41,8 @@ class Control:
             return ControlReply(False, f"the run is still starting: {self.starting}")
         if request.action == "checkpoint":
             return await self._checkpoint(self.state)
+        if request.action == "scale":
+            return await self._scale(self.state, request.engines)
         return self._switch(self.state, request.action)
 
     def stop(self) -> None:
@@ -54,7 +58,7 @@ class Control:
     def why(self) -> list[str]:
         """The waits in progress, the oldest first, and roles that have fallen silent."""
         lines = [self.starting] if self.state is None else self.state.waits.describe()
-        return lines + silent_roles(self.hub)
+        return lines + self.scaler.describe() + silent_roles(self.hub)
 
     def _switch(self, state: LoopState, action: str) -> ControlReply:
         if action == "evaluate":
@@ -77,6 +81,11 @@ class Control:
                 return ControlReply(False, "no checkpoint was saved within loop.step_timeout_s")
             await asyncio.sleep(0.05)
         return ControlReply(True, f"saved step {self.checkpointed}", {"step": self.checkpointed})
+
+    async def _scale(self, state: LoopState, engines: int) -> ControlReply:
+        if state.stopping or state.done:
+            return ControlReply(False, "the run is ending")
+        return await self.scaler.scale(engines)
 
     def _roles(self) -> dict[str, Any]:
         roles = {

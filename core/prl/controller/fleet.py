@@ -1,133 +1,206 @@
-"""The engines as one: every serving engine holds exactly one whole, verified version."""
+"""The engines as one: every serving engine holds exactly one whole, verified version.
+
+A version is brought to all serving engines at once, each with a deadline of its own. One that hangs, or fails twice, is
+ended (the launcher starts it again) and the others go on. One that joins installs and verifies the newest version
+before it serves, and nobody waits for it. One that leaves gets no new turns and no new versions.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
 
 from prl.controller.hub import Connection, Hub
-from prl.errors import RunFailed, WeightsError, WireError
-from prl.messages import SET_ENGINES, EngineAddress, EngineGauges, EngineSet, WeightsRef
+from prl.errors import PrlError, RunFailed, WeightsError, WireError
+from prl.messages import SET_ENGINES, EngineAddress, EngineGauges, EngineHealth, EngineSet, WeightsRef
+from prl.planning import ENGINE
 from prl.protocols import EngineClient, EnginePlugin
 
 log = logging.getLogger(__name__)
 
-RESTART_WAIT_S = 300.0
-"""How long a run without any engine waits for one to be started again."""
+INSTALL_TIMEOUT_S = 300.0
+RESTART_WAIT_S = 900.0
+"""How long a run without any engine waits for one to be started again: a large model is read from disk in minutes."""
 RETRY_PAUSE_S = 1.0
 """Between an install that failed and the second try: by then the launcher has reported a process that died."""
 _GAUGES = ("kv_usage", "running", "waiting", "preemptions", "capacity")
 
+EndEngine = Callable[[Connection, str], None]
+"""Called with an engine that cannot go on and the reason; it makes an end of the process."""
+
+
+@dataclass(eq=False)
+class Engine:
+    """One registered engine. `holds` is the version it serves with, None before its first one is verified; `reading`
+    the one that is being installed. `task` brings it to the newest version, and returns why that was not possible."""
+
+    connection: Connection
+    client: EngineClient
+    holds: WeightsRef | None = None
+    reading: WeightsRef | None = None
+    task: asyncio.Task[PrlError | None] | None = None
+    since: float = field(default_factory=time.monotonic)
+
+    @property
+    def replica(self) -> int:
+        return self.connection.replica
+
+    @property
+    def serves(self) -> bool:
+        return self.holds is not None and not self.connection.leaving
+
 
 class WireFleet:
-    """Engines by replica. One that registers installs and verifies the current version before it serves."""
+    """Engines by replica. One that registers installs and verifies the current version before it serves.
 
-    def __init__(self, hub: Hub, plugin: EnginePlugin, token: str, on_change: Callable[[], None]) -> None:
+    Args:
+        on_change: called when who serves, or with what, has changed.
+        end: see `EndEngine`; the default only forgets it.
+        install_timeout_s: how long one engine may take for one version, its second try included.
+    """
+
+    def __init__(
+        self,
+        hub: Hub,
+        plugin: EnginePlugin,
+        token: str,
+        on_change: Callable[[], None],
+        *,
+        end: EndEngine | None = None,
+        install_timeout_s: float = INSTALL_TIMEOUT_S,
+    ) -> None:
         self._hub = hub
         self._plugin = plugin
         self._token = token
         self._on_change = on_change
-        self._clients: dict[int, EngineClient] = {}
-        self._versions: dict[int, int] = {}
+        self._end = end or hub.lose
+        self._timeout = install_timeout_s
+        self.engines: dict[int, Engine] = {}
         self._current: WeightsRef | None = None
-        self._lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._error: Exception | None = None
         self._version = 0
         hub.on_joined.append(self._joined)
         hub.on_left.append(self._left)
-        for connection in hub.of("engine"):
+        for connection in hub.of(ENGINE):
             self._joined(connection)
 
     @property
     def version(self) -> int:
         return self._version
 
+    def serving(self) -> list[Engine]:
+        return [engine for _, engine in sorted(self.engines.items()) if engine.serves]
+
+    def reading(self) -> set[int]:
+        """Versions that an engine is reading: they must not be released."""
+        return {engine.reading.version for engine in self.engines.values() if engine.reading is not None}
+
     def gauges(self) -> list[EngineGauges]:
         """Of every serving engine, from its last heartbeat. One that keeps none of the names says nothing: zeros."""
         now, found = time.monotonic(), []
-        for replica in self._serving():
-            connection = self._hub.connections.get(("engine", replica))
-            if connection is not None:
-                known = {name: connection.gauges.get(name, 0.0) for name in _GAUGES}
-                found.append(EngineGauges(replica, age_s=now - connection.seen, **known))
+        for engine in self.serving():
+            connection = engine.connection
+            known = {name: connection.gauges.get(name, 0.0) for name in _GAUGES}
+            found.append(EngineGauges(engine.replica, age_s=now - connection.seen, **known))
         return found
 
+    def describe(self) -> list[str]:
+        """One line for every engine that does not serve, or is being brought to another version."""
+        lines = []
+        for engine in self.engines.values():
+            label, seconds = engine.connection.label, time.monotonic() - engine.since
+            if engine.connection.leaving:
+                lines.append(f"{label} is leaving: it finishes what it has (for {seconds:.1f} s)")
+            elif engine.reading is not None:
+                limit = f"at most {max(0.0, self._timeout - seconds):.0f} s more"
+                lines.append(f"{label} installs version {engine.reading.version} (for {seconds:.1f} s, {limit})")
+        return lines
+
+    # --- new versions ---------------------------------------------------------------------------------------
+
     async def install(self, weights: WeightsRef) -> None:
-        """Bring every engine to `weights`; return when at least one serves it and none serves another.
+        """Bring every engine to `weights`; return when at least one serves it and none serves another. An engine that
+        joins meanwhile is waited for only if there is no other.
 
         Raises:
-            WeightsError: an engine refused it. RunFailed: no engine is left, and none came back in time.
+            WeightsError: every engine refused it. RunFailed: no engine is left, and none came back in time.
         """
-        async with self._lock:
-            self._current = weights
-            results = await asyncio.gather(
-                *(self._bring(replica) for replica in list(self._clients)), return_exceptions=True
-            )
-            for result in results:
-                if isinstance(result, BaseException) and not isinstance(result, WireError):
-                    raise result
-        if not self._serving():
-            await self._wait_for_engine(weights)
+        self._current = weights
+        waited = [e for e in self.engines.values() if e.task is None or e.serves]
+        waited = [e for e in waited if not e.connection.leaving]
+        errors = await asyncio.gather(*(self._driven(engine) for engine in waited))
+        failed = [(engine, error) for engine, error in zip(waited, errors, strict=True) if error is not None]
+        refusal = next((error for _, error in failed if isinstance(error, WeightsError)), None)
+        if refusal is not None and len(failed) == len(waited):
+            raise refusal  # it is the weights, and would be refused again
+        for engine, error in failed:
+            self._give_up(engine, error)
+        await self._wait_for_engine(weights)
         self._announce()
 
     async def close(self) -> None:
-        for client in self._clients.values():
-            await client.close()
+        for engine in list(self.engines.values()):
+            if engine.task is not None:
+                engine.task.cancel()
+            await engine.client.close()
 
-    async def _bring(self, replica: int) -> None:
-        """Install and verify in one engine. One that dies meanwhile is simply gone.
+    def _driven(self, engine: Engine) -> asyncio.Task[PrlError | None]:
+        """The task that brings an engine to the newest version, which may be under way."""
+        if engine.task is None:
+            engine.task = asyncio.create_task(self._drive(engine))
+        return engine.task
 
-        Raises:
-            WeightsError: it refused, or could not, twice, and is still there.
-        """
-        client, weights = self._clients[replica], self._current
-        assert weights is not None
+    async def _drive(self, engine: Engine) -> PrlError | None:
+        """Until it holds the newest version, is gone or leaves. Returns the error when it failed twice or hung."""
         try:
-            await client.install(weights)
-        except (WeightsError, WireError) as error:
-            # Once more: a read that raced the file system, or an error of the engine that it survived, is no reason
-            # to end a run. A dead engine is known to be gone after the pause.
-            await asyncio.sleep(RETRY_PAUSE_S)
-            if self._clients.get(replica) is not client:
-                return
-            log.warning("engine-%d: %s; trying again", replica, error)
-            await self._once_more(replica, client, weights)
-        if self._clients.get(replica) is client:
-            self._versions[replica] = weights.version
+            while (weights := self._current) is not None and weights != engine.holds and self._wanted(engine):
+                engine.reading, engine.since = weights, time.monotonic()
+                error = await self._bring(engine, weights)
+                if not self._wanted(engine):
+                    return None
+                if error is not None:
+                    return error
+                engine.holds = weights
+                engine.reading = None
+            return None
+        finally:
+            engine.reading = engine.task = None
 
-    async def _once_more(self, replica: int, client: EngineClient, weights: WeightsRef) -> None:
+    async def _bring(self, engine: Engine, weights: WeightsRef) -> PrlError | None:
+        """Install and verify one version, with a second try; the error of that, or None."""
+        what = f"{engine.connection.label} cannot install version {weights.version}"
         try:
-            await client.install(weights)
-        except WireError as error:
+            async with asyncio.timeout(self._timeout):
+                return await self._twice(engine, weights, what)
+        except TimeoutError:
+            return WireError(f"{what}: it took longer than engine.install_timeout_s = {self._timeout:g} s")
+
+    async def _twice(self, engine: Engine, weights: WeightsRef, what: str) -> PrlError | None:
+        try:
+            await engine.client.install(weights)
+            return None
+        except PrlError as error:
+            # Once more: a read that raced the file system, a connection that was cut, or an error of the engine that
+            # it survived, is no reason to start it again. A dead engine is known to be gone after the pause.
             await asyncio.sleep(RETRY_PAUSE_S)
-            if self._clients.get(replica) is client:
-                raise WeightsError(f"engine-{replica} cannot install version {weights.version}: {error}") from error
-
-    def _serving(self) -> list[int]:
-        current = self._current
-        return [] if current is None else [r for r, version in self._versions.items() if version == current.version]
-
-    def _announce(self) -> None:
-        """Tell the gateway who serves, and the loop what is sampled with from now on."""
-        engines = [
-            EngineAddress(replica, self._hub.connections["engine", replica].address, self._versions[replica])
-            for replica in self._serving()
-            if ("engine", replica) in self._hub.connections
-        ]
-        if engines:
-            self._version = min(engine.version for engine in engines)
-        for gateway in self._hub.of("gateway"):
-            gateway.peer.notify(SET_ENGINES, EngineSet(engines))
-        self._on_change()
+            if not self._wanted(engine):
+                return None
+            log.warning("%s: %s; trying again", engine.connection.label, error)
+            if not isinstance(error, WeightsError):
+                await self._connect_again(engine)
+        try:
+            await engine.client.install(weights)
+            return None
+        except PrlError as error:
+            kind = WeightsError if isinstance(error, WeightsError) else WireError
+            return kind(f"{what}: {error}")
 
     async def _wait_for_engine(self, weights: WeightsRef) -> None:
         deadline = asyncio.get_running_loop().time() + RESTART_WAIT_S
-        while not self._serving():
-            if self._error is not None:
-                raise self._error
+        while not self.serving():
             if asyncio.get_running_loop().time() > deadline:
                 raise RunFailed(
                     f"no engine serves version {weights.version}, and none came back within {RESTART_WAIT_S:g} s",
@@ -135,37 +208,101 @@ class WireFleet:
                 )
             await asyncio.sleep(0.05)
 
+    # --- engines that come, leave, and fail -----------------------------------------------------------------
+
+    async def retire(self, first: int) -> None:
+        """Replicas from `first` on get no new turns; returns when the gateways know."""
+        for engine in self.engines.values():
+            if engine.replica >= first and not engine.connection.leaving:
+                engine.connection.leaving, engine.since = True, time.monotonic()
+        engines = EngineSet(self._announce())
+        calls = [gateway.peer.call(SET_ENGINES, engines, timeout=10.0) for gateway in self._hub.of("gateway")]
+        await asyncio.gather(*calls, return_exceptions=True)
+
+    def keep(self, count: int) -> None:
+        """Replicas below `count` that were leaving are wanted again: at the newest version they serve."""
+        for engine in self.engines.values():
+            if engine.replica < count and engine.connection.leaving:
+                engine.connection.leaving = False
+                engine.holds = engine.holds if engine.holds == self._current else None
+                self._bring_in_background(engine)
+
+    async def health(self, engine: Engine, timeout: float) -> EngineHealth:
+        """What it says of itself. A connection that was cut is made again, once.
+
+        Raises:
+            WireError: it does not answer in time, or with an error.
+        """
+        try:
+            async with asyncio.timeout(timeout):
+                try:
+                    return await engine.client.health()
+                except WireError:
+                    if engine.reading is not None or not self._wanted(engine):
+                        raise  # whoever installs sees to the connection
+                    await self._connect_again(engine)
+                    return await engine.client.health()
+        except TimeoutError:
+            raise WireError(f"it did not answer within {timeout:g} s") from None
+
+    async def _connect_again(self, engine: Engine) -> None:
+        former, engine.client = engine.client, self._plugin.connect(engine.connection.address, self._token)
+        await former.close()
+
+    def _wanted(self, engine: Engine) -> bool:
+        return self.engines.get(engine.replica) is engine and not engine.connection.leaving
+
+    def _give_up(self, engine: Engine, error: PrlError) -> None:
+        if self.engines.get(engine.replica) is engine:
+            self._end(engine.connection, str(error))
+
+    def _announce(self) -> list[EngineAddress]:
+        """Tell the gateway who serves, and the loop what is sampled with from now on."""
+        engines = [
+            EngineAddress(engine.replica, engine.connection.address, engine.holds.version)
+            for engine in self.serving()
+            if engine.holds is not None
+        ]
+        if engines:
+            self._version = min(engine.version for engine in engines)
+        for gateway in self._hub.of("gateway"):
+            gateway.peer.notify(SET_ENGINES, EngineSet(engines))
+        self._on_change()
+        return engines
+
     def _joined(self, connection: Connection) -> None:
         if connection.role == "gateway":
             self._announce()
-        elif connection.role == "engine":
-            self._clients[connection.replica] = self._plugin.connect(connection.address, self._token)
-            if self._current is not None:
-                task = asyncio.create_task(self._bring_back(connection.replica))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+        elif connection.role == ENGINE:
+            client = self._plugin.connect(connection.address, self._token)
+            engine = self.engines[connection.replica] = Engine(connection, client)
+            if self._current is not None and not connection.leaving:
+                self._bring_in_background(engine)
 
-    async def _bring_back(self, replica: int) -> None:
-        async with self._lock:
-            try:
-                if replica in self._clients:
-                    await self._bring(replica)
-            except WireError as error:
-                log.warning("engine-%d: %s", replica, error)
-                return
-            except Exception as error:
-                self._error = error
-                log.error("engine-%d cannot serve: %s", replica, error)
-                return
-        self._announce()
+    def _bring_in_background(self, engine: Engine) -> None:
+        self._keep_task(self._bring_back(engine))
+
+    async def _bring_back(self, engine: Engine) -> None:
+        error: PrlError | None
+        try:
+            error = await self._driven(engine)
+        except Exception as bug:
+            log.exception("%s cannot be brought to a version", engine.connection.label)
+            error = WireError(f"{type(bug).__name__}: {bug}")
+        if error is not None:
+            self._give_up(engine, error)
+        elif engine.serves:
+            self._announce()
 
     def _left(self, connection: Connection, why: str) -> None:
-        if connection.role != "engine":
+        engine = self.engines.get(connection.replica)
+        if connection.role != ENGINE or engine is None or engine.connection is not connection:
             return
-        client = self._clients.pop(connection.replica, None)
-        self._versions.pop(connection.replica, None)
-        if client is not None:
-            task = asyncio.create_task(client.close())
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+        del self.engines[connection.replica]
+        self._keep_task(engine.client.close())
         self._announce()
+
+    def _keep_task(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -42,6 +45,8 @@ class Connection:
     doing: str = ""
     gauges: dict[str, float] = field(default_factory=dict)
     seen: float = field(default_factory=time.monotonic)
+    leaving: bool = False
+    """No longer wanted: it finishes what it has, and its end is no failure."""
 
     @property
     def label(self) -> str:
@@ -63,8 +68,11 @@ class Hub:
         self.on_left: list[Callable[[Connection, str], None]] = []
         self.needed = True
         """False once the run is over: a role that ends then has not failed."""
+        self.needs: Callable[[RoleExited], bool] = lambda event: True
+        """Whether a process that ended is missed while the run goes on."""
         self._aborted = ""
         self._changed = asyncio.Event()
+        self._ended: dict[tuple[str, int], str] = {}
 
     def of(self, role: str) -> list[Connection]:
         """The registered replicas of a role, by number."""
@@ -99,6 +107,14 @@ class Hub:
         self._aborted = why
         self._changed.set()
 
+    def end(self, connection: Connection, why: str) -> None:
+        """Kill a role that does not do its work; the launcher starts it again. One on another machine is forgotten."""
+        if connection.host == os.uname().nodename:
+            self._ended[connection.role, connection.replica] = why
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(connection.pid, signal.SIGKILL)
+        self.lose(connection, why)
+
     def lose(self, connection: Connection, why: str) -> None:
         """A role is gone: forget it and fail what waits for it."""
         if self.connections.get((connection.role, connection.replica)) is not connection:
@@ -106,7 +122,7 @@ class Hub:
         del self.connections[connection.role, connection.replica]
         self.server.drop(connection.peer, why)
         if self.needed:
-            log.warning("%s is gone: %s", connection.label, why)
+            log.log(logging.INFO if connection.leaving else logging.WARNING, "%s is gone: %s", connection.label, why)
             for observer in self.on_left:
                 observer(connection, why)
         self._changed.set()
@@ -141,4 +157,5 @@ class Hub:
         if connection is not None:
             how = f"killed by signal {-request.code}" if request.code < 0 else f"exit code {request.code}"
             self.lose(connection, f"its process ended ({how}){'; it is started again' * request.will_restart}")
-        return StillNeeded(self.needed)
+        why = self._ended.pop((request.role, request.replica), "")
+        return StillNeeded(self.needed and self.needs(request), why)

@@ -7,7 +7,7 @@ observers. With no hook package installed and no monitor configured there is no 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from prl.config.schema import RunConfig
@@ -33,11 +33,15 @@ class ObservedSink(RunSink):
         monitors = [MonitorObserver(table.use, table.build()) for table in config.monitors]
         manager = plugin_manager(monitors)
         info = RunInfo(run_dir.name, run_dir.path, config)
+        self.gauges: Callable[[], Mapping[str, float]] = dict
+        """What is added to the metrics of every step: how loaded the engines are."""
         self._observers = Observers(info, manager=manager, report=log.warning) if manager.get_plugins() else None
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        super().metrics(step, values)
         evaluation = any(name.startswith("eval/") for name in values)
+        if not evaluation:
+            values = {**values, **self.gauges()}
+        super().metrics(step, values)
         self._tell("prl_eval_finished" if evaluation else "prl_step_finished", step=step, metrics=dict(values))
 
     def event(self, kind: str, **data: Any) -> None:
@@ -53,7 +57,8 @@ class ObservedSink(RunSink):
         self._tell("prl_run_started", resumed_from=resumed_from)
 
     def role_lost(self, connection: Connection, why: str) -> None:
-        self._tell("prl_role_lost", role=connection.role, replica=connection.replica, reason=why)
+        if not connection.leaving:
+            self._tell("prl_role_lost", role=connection.role, replica=connection.replica, reason=why)
 
     def finished(self, outcome: str, timeout_s: float = 10.0) -> None:
         """The last event. Blocks until the observers have it, or until `timeout_s` is over."""

@@ -93,6 +93,7 @@ class Report:
                 c.label: {"pid": c.pid, "doing": c.doing, "info": c.info} for c in self._hub.connections.values()
             },
         }
+        document["engines"] = self._control.scaler.counts()
         state, last = self._state, self._sink.last
         if state is None:
             return document

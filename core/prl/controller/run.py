@@ -13,10 +13,13 @@ from prl.config.schema import RunConfig
 from prl.controller.clients import WireRunner, WireTrainer
 from prl.controller.control import Control
 from prl.controller.fleet import WireFleet
+from prl.controller.gauges import EngineMetrics
+from prl.controller.health import end_unhealthy_engines
 from prl.controller.hub import Connection, Hub
 from prl.controller.observing import ObservedSink
 from prl.controller.report import Report
-from prl.controller.silence import end_silent_workers
+from prl.controller.scaling import Scaler
+from prl.controller.silence import end_silent_roles
 from prl.errors import PrlError, StoreError
 from prl.loop import snapshot
 from prl.loop.evaluate import is_evaluated_on_resume
@@ -64,10 +67,12 @@ class Controller:
             every=self.config.store.every,
         )
         self.sink = ObservedSink(self.store, self.config, run_dir)
+        engine = self.config.engine
         self.control = Control()
-        self.hub = self.control.hub = Hub(
-            self.token, run_dir.name, self.incarnation, self.start_step, {CONTROL: self.control.handle}
-        )
+        self.scaler = self.control.scaler = Scaler(self.sink, engine.replicas, engine.drain_timeout_s)
+        handlers = {CONTROL: self.control.handle, **self.scaler.handlers()}
+        self.hub = self.control.hub = Hub(self.token, run_dir.name, self.incarnation, self.start_step, handlers)
+        self.scaler.attach(self.hub)
         self.hub.on_left.append(self.sink.role_lost)
         self.report = Report(self.config, self.store, self.sink, self.hub, self.control, self.warnings, self.start_step)
         self.signal_received = False
@@ -111,7 +116,7 @@ class Controller:
             await self._await_roles(env_role(env.label), 1)
         runner = WireRunner(self.hub)
         changes = Signal()
-        fleet = WireFleet(self.hub, self.config.engine.build(), self.token, changes.notify)
+        fleet = self._fleet(changes)
         state = LoopState(
             config=self.config,
             roles=Roles(runner, WireTrainer(trainers), fleet, gateways[0].address, self.token),
@@ -125,15 +130,40 @@ class Controller:
         self.hub.on_joined.append(lambda connection: self._gateway_moved(state, connection))
         loop = self._restore(state)
         self.control.state = state
+        self.scaler.begin(fleet)
+        self.sink.gauges = EngineMetrics(fleet, lambda: self.scaler.wanted).values
         self.report.begin(state, loop)
         self.sink.started(self.resumed.step if self.resumed else None)
         state.stopping = self.control.stop_requested
-        guard = asyncio.create_task(end_silent_workers(self.hub, self.sink, self.config.loop.silent_after_s))
+        limit = self.config.loop.silent_after_s
+        guards = [
+            asyncio.create_task(end_silent_roles(self.hub, self.sink, limit)),
+            asyncio.create_task(
+                end_unhealthy_engines(fleet, limit, lambda engine, why: self._end_engine(engine.connection, why))
+            ),
+        ]
         try:
             await loop.run()
         finally:
-            guard.cancel()
+            for guard in guards:
+                guard.cancel()
+            await self.scaler.close()
             await fleet.close()
+
+    def _fleet(self, changes: Signal) -> WireFleet:
+        engine = self.config.engine
+        return WireFleet(
+            self.hub,
+            engine.build(),
+            self.token,
+            changes.notify,
+            end=self._end_engine,
+            install_timeout_s=engine.install_timeout_s,
+        )
+
+    def _end_engine(self, connection: Connection, why: str) -> None:
+        self.sink.event("engine_unfit", replica=connection.replica, reason=why)
+        self.hub.end(connection, f"{why}; it is killed")
 
     async def _await_roles(self, role: str, replicas: int) -> list[Connection]:
         self.control.starting = f"waiting for {role} to register"

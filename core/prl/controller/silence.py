@@ -1,31 +1,30 @@
-"""Environment workers that have fallen silent.
+"""Environment workers and engines that have fallen silent.
 
 An environment that blocks its event loop (a sleep, a lock, a native call that never returns) answers nothing any more
 and cannot even be asked to stop; its process lives, so no launcher sees a failure. After `loop.silent_after_s` without
-a heartbeat it is killed: the launcher starts the worker again, and what it was running is tried again.
+a heartbeat it is killed: the launcher starts it again, and what it was running is tried again. An engine may hang in
+the same way; one that speaks and does not work is `health`'s matter.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
-import signal
 import time
 
 from prl.controller.hub import Connection, Hub
 from prl.loop.state import Sink
-from prl.planning import ENV_PREFIX
+from prl.planning import ENGINE, ENV_PREFIX
 
 log = logging.getLogger(__name__)
 
 CHECKS = 8
-"""Looks within one limit: a silent worker is killed at most an eighth of the limit late."""
+"""Looks within one limit: a silent role is killed at most an eighth of the limit late."""
 
 
-async def end_silent_workers(hub: Hub, sink: Sink, limit: float) -> None:
-    """Kill workers that were silent for `limit` seconds, for ever."""
+async def end_silent_roles(hub: Hub, sink: Sink, limit: float) -> None:
+    """Kill workers and engines that were silent for `limit` seconds, for ever."""
     period = limit / CHECKS
     while True:
         before = time.monotonic()
@@ -34,18 +33,15 @@ async def end_silent_workers(hub: Hub, sink: Sink, limit: float) -> None:
             continue  # this process was held up itself: what was sent to it meanwhile is not read yet
         for connection in list(hub.connections.values()):
             silent = time.monotonic() - connection.seen
-            if connection.role.startswith(ENV_PREFIX) and silent > limit:
+            if silent > limit and (connection.role == ENGINE or connection.role.startswith(ENV_PREFIX)):
                 _end(hub, sink, connection, silent)
 
 
 def _end(hub: Hub, sink: Sink, connection: Connection, silent: float) -> None:
-    why = (
-        f"it was silent for {silent:.1f} s (limit loop.silent_after_s), doing {connection.doing!r}: something in the "
-        "environment blocks its event loop"
-    )
+    why = f"it was silent for {silent:.1f} s (limit loop.silent_after_s), doing {connection.doing!r}"
+    if connection.role != ENGINE:
+        why += ": something in the environment blocks its event loop"
     sink.event("role_silent", role=connection.role, replica=connection.replica, seconds=round(silent, 1))
     if connection.host == os.uname().nodename:
         why += "; it is killed"
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(connection.pid, signal.SIGKILL)
-    hub.lose(connection, why)
+    hub.end(connection, why)

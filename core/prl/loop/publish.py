@@ -3,8 +3,9 @@
 Consumes: `refs`, one per trained version. Waits for: one, and for the engines to install it. Unblocked by: the train
 loop. Produces: engines at a newer version, which is what admission waits for.
 
-Only the newest version is installed; older ones that came meanwhile are released without having been installed, so a
-slow engine never holds up the trainer. A version is released, and may be deleted, after every engine holds a newer one.
+Only the newest version is installed; older ones that came meanwhile are skipped, with an event that says so, and
+released without having been installed: a slow engine never holds up the trainer. A version is released, and may be
+deleted, after every serving engine holds a newer one and none reads it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ class Publisher:
         self._state = state
         self._evaluator = evaluator
         self._installed: WeightsRef | None = None
+        self._former: list[int] = []
+        """Versions that are to be released."""
 
     async def run(self) -> None:
         """Install until the last version is trained. The last one is installed too: the final evaluation needs it."""
@@ -48,6 +51,8 @@ class Publisher:
         *skipped, ref = state.refs
         state.refs.clear()
         started = asyncio.get_running_loop().time()
+        if skipped:
+            state.sink.event("weights_skipped", versions=[other.version for other in skipped], newest=ref.version)
         evaluate = self._evaluator.due_before_generation(ref.version)
         state.admission_closed = evaluate
         timeout = state.config.loop.step_timeout_s
@@ -56,17 +61,24 @@ class Publisher:
                 await within(state.roles.fleet.install(ref), timeout, f"installing version {ref.version}", "engine")
             except WeightsError as error:
                 raise RunFailed(f"version {ref.version} was refused: {error}", log="logs/engine-0.log") from error
-        old = [other.version for other in skipped]
+        self._former += [other.version for other in skipped]
         if self._installed is not None:
-            old.append(self._installed.version)
+            self._former.append(self._installed.version)
         self._installed = ref
         seconds = asyncio.get_running_loop().time() - started
         what = {"version": ref.version, "bytes": ref.num_bytes, "adapter": ref.adapter}
         state.sink.event("weights_installed", seconds=round(seconds, 4), **what)
-        if old:
-            await state.roles.trainer.release(old)
+        await self._release()
         state.progress = asyncio.get_running_loop().time()
         if evaluate:
             await self._evaluator.evaluate(ref.version)
             state.admission_closed = False
         state.signal.notify()
+
+    async def _release(self) -> None:
+        """What an engine that joins is still reading stays until the next time."""
+        reading = self._state.roles.fleet.reading()
+        old = [version for version in self._former if version not in reading]
+        self._former = [version for version in self._former if version in reading]
+        if old:
+            await self._state.roles.trainer.release(old)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,9 @@ class FakeFleet:
         self._seconds = seconds
 
     def gauges(self) -> Sequence[EngineGauges]:
+        return ()
+
+    def reading(self) -> Collection[int]:
         return ()
 
     async def install(self, weights: WeightsRef) -> None:

@@ -20,19 +20,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from prl.errors import Preempted, UsageError
-from prl.messages import RoleExited
-from prl.plan import CONTROLLER, LaunchState, Plan, ProcessState, Role
+from prl.messages import RoleExited, Scaled, ScaleRole
+from prl.plan import CONTROLLER, LaunchState, Plan
 from prl.rundir import RunDir
 from prl_launchers import variables, warden
 from prl_launchers.causes import cause, how_it_ended, told_by_controller
 from prl_launchers.config import LocalConfig
 from prl_launchers.link import ControllerLink
 from prl_launchers.process import Child
+from prl_launchers.slots import NoGpuError, Slot, missing
 
 TICK_S = 0.25
 SETTLE_S = 1.0
@@ -74,27 +74,6 @@ def _lock(run_dir: RunDir) -> Iterator[None]:
         yield
 
 
-@dataclass
-class Slot:
-    """One replica of a role, over all its starts."""
-
-    role: Role
-    replica: int
-    child: Child | None = None
-    state: Literal["running", "restarting", "ended"] = "running"
-    restarts: int = 0
-    code: int | None = None
-    restart_at: float = 0.0
-
-    @property
-    def name(self) -> str:
-        return f"{self.role.name}-{self.replica}"
-
-    def view(self) -> ProcessState:
-        pid = self.child.pid if self.child is not None else 0
-        return ProcessState(self.role.name, self.replica, pid, self.state, self.restarts, self.code)
-
-
 class Supervision:
     """One execution of a plan."""
 
@@ -103,15 +82,20 @@ class Supervision:
         self._run_dir = run_dir
         self._config = config
         self._on_tick = on_tick
-        self._slots = [Slot(role, replica) for role in plan.roles for replica in range(role.replicas)]
+        self._plan = plan
+        self._inherited = dict(os.environ)
+        self._available = variables.visible_gpus(self._inherited)
+        gpus = variables.assign_gpus(plan, self._available)
+        self._slots = [
+            Slot(role, replica, gpus[role.name, replica]) for role in plan.roles for replica in range(role.replicas)
+        ]
+        self._wanted = {role.name: role.replicas for role in plan.roles}
         main = [slot for slot in self._slots if slot.role.purpose == "main"]
         self._leading = [slot for slot in main if slot.role.name == CONTROLLER] or main
         """Who is asked first to stop, with time for a checkpoint: the controller, or what there is in its place."""
         self._mark = secrets.token_hex(16)
-        self._inherited = dict(os.environ)
-        self._gpus = variables.assign_gpus(plan, variables.visible_gpus(self._inherited))
         self._pids = run_dir.control / "pids"
-        self._link = ControllerLink(run_dir)
+        self._link = ControllerLink(run_dir, [role.name for role in plan.roles if role.elastic], self.scale)
         self._wake = asyncio.Event()
         self._reports: set[asyncio.Task[None]] = set()
         self._phase: Literal["running", "stopping", "ended"] = "running"
@@ -133,7 +117,7 @@ class Supervision:
             await self._stop()
         finally:
             self._kill_everything()
-            self._close_warden(guard)
+            warden.finish(guard, self._mark)
             for report in self._reports:
                 report.cancel()
             self._link.close()
@@ -152,9 +136,14 @@ class Supervision:
             code = slot.child.exit_code() if slot.child is not None else None
             if code is not None:
                 self._ended(slot, code)
-        for slot in self._slots:
-            if slot.state == "restarting" and time.monotonic() >= slot.restart_at and self._phase == "running":
+        now = time.monotonic()
+        for slot in list(self._slots):
+            if slot.state == "restarting" and now >= slot.restart_at and self._phase == "running":
                 self._start(slot)
+            elif slot.leaving and slot.child is not None and now >= slot.kill_at:
+                slot.child.signal(signal.SIGKILL)
+        if self._phase == "running":
+            self._link.keep()
         self._show()
 
     def _ended(self, slot: Slot, code: int) -> None:
@@ -168,7 +157,9 @@ class Supervision:
         if slot.role.purpose == "main":
             self._main_ended(slot, code)
             return
-        if lived >= self._config.healthy_after_s:
+        if slot.leaving:
+            self._left(slot)
+        elif lived >= self._config.healthy_after_s:
             slot.restarts = 0
         report = asyncio.get_running_loop().create_task(self._service_ended(slot, code))
         self._reports.add(report)
@@ -190,6 +181,9 @@ class Supervision:
 
     async def _service_ended(self, slot: Slot, code: int) -> None:
         """Report it to the controller; if it was needed, start it again or end the run."""
+        if slot.leaving:
+            await self._link.still_needed(RoleExited(slot.role.name, slot.replica, code, False))
+            return
         can_restart = slot.role.restart == "on_failure" and slot.restarts < slot.role.max_restarts
         can_restart = can_restart and code != UsageError.exit_code  # what it was told is wrong, and stays so
         what = how_it_ended(code) + (" although the run still needed it" if code == 0 else "")
@@ -197,12 +191,16 @@ class Supervision:
         if code != 0 and not can_restart and self._phase == "running" and self._code is None:
             self._suspect = self._suspect or (slot, what)
         event = RoleExited(slot.role.name, slot.replica, code, can_restart and self._phase == "running")
-        needed = await self._link.still_needed(event)
-        if needed is None:
+        answer = await self._link.still_needed(event)
+        needed = None if answer is None else answer.needed
+        if answer is None:
             await self._wait_for_main()
+        elif answer.why:
+            what = f"was ended by the controller: {answer.why}"
+            self._note(f"{slot.name} {what}")
         if self._suspect is not None and self._suspect[0] is slot and needed is False:
             self._suspect = None
-        if needed is False or self._phase != "running" or self._code is not None:
+        if needed is False or self._phase != "running" or self._code is not None or slot not in self._slots:
             return
         if can_restart:
             self._schedule_restart(slot)
@@ -223,6 +221,43 @@ class Supervision:
         slot.state, slot.restart_at = "restarting", time.monotonic() + pause
         self._note(f"{slot.name}: restart {slot.restarts} of {slot.role.max_restarts} in {pause:g} s")
         asyncio.get_running_loop().call_later(pause, self._wake.set)
+
+    # --- more or fewer ------------------------------------------------------------------------------------
+
+    def scale(self, request: ScaleRole) -> Scaled:
+        """See `prl.messages.ScaleRole`. Answers at once: what starts or ends is seen to by `_next`."""
+        role = next((role for role in self._plan.roles if role.name == request.role and role.elastic), None)
+        if role is None or self._phase != "running":
+            return Scaled(
+                f"{request.role!r} is no role whose number can be changed" if role is None else "it is ending"
+            )
+        try:
+            added = missing(role, request.replicas, self._slots, self._available)
+        except NoGpuError as error:
+            return Scaled(f"{role.name} x {request.replicas}: {error}")
+        self._wanted[role.name] = request.replicas
+        for slot in [slot for slot in self._slots if slot.role is role and slot.replica >= request.replicas]:
+            self._retire(slot)
+        for slot in added:
+            self._slots = [other for other in self._slots if other.name != slot.name]
+            self._slots.append(slot)
+            self._start(slot)
+        return Scaled()
+
+    def _retire(self, slot: Slot) -> None:
+        if slot.child is None:
+            self._slots.remove(slot)
+        elif not slot.leaving:
+            slot.leaving, slot.kill_at = True, time.monotonic() + self._config.role_grace_s
+            slot.child.signal(signal.SIGTERM)
+            self._note(f"{slot.name} is no longer wanted")
+
+    def _left(self, slot: Slot) -> None:
+        self._slots.remove(slot)
+        if slot.replica < self._wanted[slot.role.name] and self._phase == "running":
+            again = Slot(slot.role, slot.replica, slot.gpus)
+            self._slots.append(again)
+            self._start(again)
 
     # --- the end ------------------------------------------------------------------------------------------
 
@@ -289,7 +324,7 @@ class Supervision:
         role = slot.role
         names = {"{run_dir}": str(self._run_dir.path.absolute()), "{replica}": str(slot.replica)}
         argv = [_replace(argument, names) for argument in role.command]
-        environment = variables.environment(role, self._gpus[role.name, slot.replica], self._inherited)
+        environment = variables.environment(role, slot.gpus, self._inherited)
         environment[warden.VARIABLE] = self._mark
         slot.child = Child(slot.name, argv, environment, self._run_dir.log(role.name, slot.replica))
         slot.state, slot.code = "running", None
@@ -315,25 +350,7 @@ class Supervision:
         for stale in self._pids.iterdir():
             stale.unlink()
         self._write_pid("launcher", os.getpid())
-        return subprocess.Popen(
-            [sys.executable, "-I", "-S", warden.__file__, self._mark],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-
-    def _close_warden(self, guard: subprocess.Popen[bytes]) -> None:
-        assert guard.stdin is not None
-        guard.stdin.close()
-        try:
-            done = guard.wait(timeout=10) == 0
-        except subprocess.TimeoutExpired:
-            guard.kill()
-            guard.wait()
-            done = False
-        if not done:
-            warden.sweep(self._mark)
+        return warden.start(self._mark)
 
     def _write_pid(self, name: str, pid: int) -> None:
         (self._pids / name).write_text(f"{pid}\n")

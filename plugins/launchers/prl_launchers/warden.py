@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 import time
 
@@ -52,6 +53,31 @@ def _kill_if_marked(pid: int, entry: bytes) -> bool:
         return marked
     finally:
         os.close(descriptor)
+
+
+def start(mark: str) -> subprocess.Popen[bytes]:
+    """In a session of its own, so that no signal to the launcher's group reaches it."""
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", __file__, mark],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def finish(guard: subprocess.Popen[bytes], mark: str) -> None:
+    """Have it do its work now; where it cannot, it is done here."""
+    assert guard.stdin is not None
+    guard.stdin.close()
+    try:
+        done = guard.wait(timeout=10) == 0
+    except subprocess.TimeoutExpired:
+        guard.kill()
+        guard.wait()
+        done = False
+    if not done:
+        sweep(mark)
 
 
 def main(argv: list[str]) -> None:

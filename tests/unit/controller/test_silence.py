@@ -13,15 +13,19 @@ from typing import Any
 import pytest
 
 from prl.controller import silence
+from prl.controller import hub as hubs
 from prl.controller.hub import Connection
 from prl.testing.fakes import FakeSink
 
 LIMIT = 0.4
 
 
-class Hub:
+class Hub(hubs.Hub):
+    """One that no process has registered with."""
+
     def __init__(self, *connections: Connection) -> None:
         self.connections = {(c.role, c.replica): c for c in connections}
+        self._ended = {}
         self.lost: list[tuple[str, str]] = []
 
     def lose(self, connection: Connection, why: str) -> None:
@@ -35,7 +39,7 @@ def connection(role: str, pid: int, host: str = "") -> Connection:
 
 def watch(hub: Hub, sink: FakeSink, during: Any) -> None:
     async def main() -> None:
-        task = asyncio.create_task(silence.end_silent_workers(hub, sink, LIMIT))  # type: ignore[arg-type]
+        task = asyncio.create_task(silence.end_silent_roles(hub, sink, LIMIT))
         await during()
         task.cancel()
 
@@ -47,7 +51,7 @@ def test_a_silent_worker_is_killed_and_nobody_else() -> None:
     with subprocess.Popen(sleeper) as silent, subprocess.Popen(sleeper) as other:
         try:
             speaking = connection("env-speaking", other.pid)
-            hub = Hub(connection("env-silent", silent.pid), speaking, connection("engine", other.pid))
+            hub = Hub(connection("env-silent", silent.pid), speaking, connection("trainer", other.pid))
             sink = FakeSink()
 
             async def during() -> None:
@@ -69,7 +73,7 @@ def test_a_silent_worker_is_killed_and_nobody_else() -> None:
 
 def test_a_pid_of_another_machine_means_nothing_here(monkeypatch: pytest.MonkeyPatch) -> None:
     killed: list[int] = []
-    monkeypatch.setattr(silence.os, "kill", lambda pid, number: killed.append(pid))
+    monkeypatch.setattr(hubs.os, "kill", lambda pid, number: killed.append(pid))
     hub = Hub(connection("env-far", 1, host="far"))
 
     async def during() -> None:
@@ -81,7 +85,7 @@ def test_a_pid_of_another_machine_means_nothing_here(monkeypatch: pytest.MonkeyP
 
 
 def test_a_controller_that_was_held_up_itself_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(silence.os, "kill", lambda pid, number: None)
+    monkeypatch.setattr(hubs.os, "kill", lambda pid, number: None)
     worker = connection("env-a", 1)
     hub = Hub(worker)
 
