@@ -71,7 +71,7 @@ class Role(msgspec.Struct, frozen=True):
             secrets of the shell it was started from (environments).
         restart: whether a failure is repaired by starting it again, at most `max_restarts` times.
         elastic: whether `replicas` is only where it begins, and more or fewer may be asked for while the run goes on
-            (`prl.messages.SCALE`).
+            (`prl.launching.SCALE`).
     """
 
     name: str

@@ -11,13 +11,20 @@ from typing import TYPE_CHECKING
 import msgspec
 from pydantic import BaseModel
 
-from prl import hookspecs, messages, protocols
+from prl import hookspecs, launching, messages, protocols
 from prl.config import data, schema
 
 if TYPE_CHECKING:
     from conftest import Distribution
 
-DECLARING = ("core/prl/config/schema.py", "core/prl/messages.py", "core/prl/protocols.py", "core/prl/hookspecs.py")
+DECLARING = (
+    "core/prl/config/schema.py",
+    "core/prl/messages.py",
+    "core/prl/launching.py",
+    "core/prl/protocols.py",
+    "core/prl/hookspecs.py",
+)
+MESSAGES = vars(messages) | vars(launching)
 FOR_PLUGINS = {"session", "num_prompt_tokens"}
 """Fields that are there for engines and environments other than ours."""
 BY_RULE = {"top_p", "top_k"}
@@ -55,7 +62,7 @@ def test_every_hook_has_an_emitter(distributions: list[Distribution], root: Path
 
 def test_every_method_of_the_wire_has_a_caller_and_a_handler(distributions: list[Distribution], root: Path) -> None:
     text = text_of_code(distributions, root)
-    methods = [name for name, found in vars(messages).items() if isinstance(found, messages.Method)]
+    methods = [name for name, found in MESSAGES.items() if isinstance(found, messages.Method)]
     assert methods
     for name in methods:
         assert re.search(rf"\b(call|notify)\((methods\.)?{name}\b", text), f"nobody calls {name}"
@@ -66,7 +73,7 @@ def test_every_field_of_a_message_is_read(distributions: list[Distribution], roo
     text = text_of_code(distributions, root)
     unread = [
         f"{struct.__name__}.{field}"
-        for struct in vars(messages).values()
+        for struct in MESSAGES.values()
         if isinstance(struct, type) and issubclass(struct, msgspec.Struct)
         for field in struct.__struct_fields__
         if field not in FOR_PLUGINS and not re.search(rf"\.{field}\b", text)

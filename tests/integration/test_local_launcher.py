@@ -52,7 +52,7 @@ def serving_controller(after: str, needed: str = "True") -> Role:
     """A controller that answers ROLE_EXITED, writes each as a line to run_dir/exits, then does `after` on the first."""
     return controller(f"""
         import asyncio, pathlib, sys
-        from prl.messages import ROLE_EXITED, StillNeeded
+        from prl.launching import ROLE_EXITED, StillNeeded
         from prl.wire import Server
         run = pathlib.Path(sys.argv[1])
         async def main():

@@ -280,12 +280,12 @@ class WireFleet:
                 self._bring_in_background(engine)
 
     def _bring_in_background(self, engine: Engine) -> None:
-        self._keep_task(self._bring_back(engine))
+        self._keep_task(self._bring_back(engine, self._driven(engine)))
 
-    async def _bring_back(self, engine: Engine) -> None:
+    async def _bring_back(self, engine: Engine, task: asyncio.Task[PrlError | None]) -> None:
         error: PrlError | None
         try:
-            error = await self._driven(engine)
+            error = await task
         except Exception as bug:
             log.exception("%s cannot be brought to a version", engine.connection.label)
             error = WireError(f"{type(bug).__name__}: {bug}")

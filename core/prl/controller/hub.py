@@ -13,18 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prl.errors import RunFailed, WireError
-from prl.messages import (
-    NOTHING,
-    REGISTER,
-    ROLE_EXITED,
-    STATUS,
-    Nothing,
-    Register,
-    RoleExited,
-    RoleStatus,
-    StillNeeded,
-    Welcome,
-)
+from prl.launching import ROLE_EXITED, RoleExited, StillNeeded
+from prl.messages import NOTHING, REGISTER, STATUS, Nothing, Register, RoleStatus, Welcome
 from prl.wire import Handlers, Peer, Server
 
 log = logging.getLogger(__name__)

@@ -15,8 +15,9 @@ import logging
 from prl.controller.fleet import Engine, WireFleet
 from prl.controller.hub import Connection, Hub
 from prl.errors import PrlError, WireError
+from prl.launching import LAUNCHER, SCALE, LauncherHello, RoleExited, Scaled, ScaleRole
 from prl.loop.state import Sink
-from prl.messages import LAUNCHER, NOTHING, SCALE, ControlReply, LauncherHello, Nothing, RoleExited, Scaled, ScaleRole
+from prl.messages import NOTHING, ControlReply, Nothing
 from prl.planning import ENGINE
 from prl.wire import Handlers, Peer
 

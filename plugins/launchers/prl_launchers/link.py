@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from prl.errors import PrlError
-from prl.messages import LAUNCHER, ROLE_EXITED, SCALE, LauncherHello, RoleExited, Scaled, ScaleRole, StillNeeded
+from prl.launching import LAUNCHER, ROLE_EXITED, SCALE, LauncherHello, RoleExited, Scaled, ScaleRole, StillNeeded
 from prl.rundir import RunDir
 from prl.wire import Client, Peer
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Literal
 
 from prl.errors import Preempted, UsageError
-from prl.messages import RoleExited, Scaled, ScaleRole
+from prl.launching import RoleExited, Scaled, ScaleRole
 from prl.plan import CONTROLLER, LaunchState, Plan
 from prl.rundir import RunDir
 from prl_launchers import variables, warden
@@ -225,7 +225,7 @@ class Supervision:
     # --- more or fewer ------------------------------------------------------------------------------------
 
     def scale(self, request: ScaleRole) -> Scaled:
-        """See `prl.messages.ScaleRole`. Answers at once: what starts or ends is seen to by `_next`."""
+        """See `prl.launching.ScaleRole`. Answers at once: what starts or ends is seen to by `_next`."""
         role = next((role for role in self._plan.roles if role.name == request.role and role.elastic), None)
         if role is None or self._phase != "running":
             return Scaled(

@@ -1,4 +1,5 @@
-"""T12, T13: engines that fail, hang, vanish or are asked twice while weights are installed. On virtual time."""
+"""T4, T11, T12, T13: engines that fail, hang, vanish, come, leave or are asked twice while weights are installed. On
+virtual time."""
 
 from __future__ import annotations
 
@@ -19,6 +20,9 @@ from prl.testing.clock import run
 from prl.testing.fake_engine import FakeEngine
 from prl.testing.fakes import FakeFleet, FakeRunner, FakeTrainer, fake_config, fake_state
 
+LIMIT_S = 30.0
+"""engine.install_timeout_s of these tests."""
+
 
 class Gateway:
     """Remembers which engines it was told to use: (replica, version) of each."""
@@ -28,6 +32,9 @@ class Gateway:
 
     def notify(self, method: object, engines: EngineSet) -> None:
         self.told.append(sorted((engine.replica, engine.version) for engine in engines.engines))
+
+    async def call(self, method: object, engines: EngineSet, *, timeout: float) -> None:
+        self.notify(method, engines)
 
 
 class World:
@@ -39,8 +46,18 @@ class World:
         self.connections: dict[tuple[str, int], Connection] = {}
         self.on_joined: list[Callable[[Connection], None]] = []
         self.on_left: list[Callable[[Connection, str], None]] = []
+        self.ended: list[tuple[int, str]] = []
+        """Replicas that the fleet had killed, and why; `restarts` are those that come back for it, after 5 s."""
+        self.restarts: dict[int, FakeEngine] = {}
         self._join("gateway", 0, self.gateway)
-        self.fleet = WireFleet(self, self, "token", lambda: None)  # type: ignore[arg-type]
+        self.fleet = WireFleet(
+            self,  # type: ignore[arg-type]
+            self,  # type: ignore[arg-type]
+            "token",
+            lambda: None,
+            end=self._end,
+            install_timeout_s=LIMIT_S,
+        )
         for replica, engine in enumerate(engines):
             self.join(replica, engine)
 
@@ -58,6 +75,13 @@ class World:
         connection = self.connections.pop(("engine", replica))
         for observer in self.on_left:
             observer(connection, "killed")
+
+    def _end(self, connection: Connection, why: str) -> None:
+        replica = connection.replica
+        self.ended.append((replica, why))
+        self.leave(replica)
+        if replica in self.restarts:
+            asyncio.get_running_loop().call_later(5.0, self.join, replica, self.restarts.pop(replica))
 
     def _join(self, role: str, replica: int, peer: Any) -> None:
         connection = Connection(role, replica, peer, f"{role}:{replica}", 0, {})
@@ -96,6 +120,10 @@ async def drops() -> None:
     raise WireError("engine-0 closed the connection")
 
 
+async def hangs() -> None:
+    await asyncio.Event().wait()
+
+
 def ref(version: int) -> WeightsRef:
     return WeightsRef(version, 0, f"fake:{version}")
 
@@ -116,19 +144,92 @@ def test_a_refusal_is_tried_once_more_and_a_second_one_is_an_error() -> None:
     run(main())
 
 
-def test_an_engine_that_fails_and_lives_is_asked_again_and_fails_the_run_the_second_time() -> None:
+def test_what_one_engine_refuses_and_another_took_is_that_engines_fault() -> None:
+    async def main() -> None:
+        world = World(Scripted(refuses, refuses), FakeEngine())
+        world.restarts[0] = Scripted()
+        await world.fleet.install(ref(1))
+        ((replica, why),) = world.ended
+        assert replica == 0 and "engine-0 cannot install version 1" in why and "checksum" in why
+        assert world.gateway.told[-1] == [(1, 1)]
+        await asyncio.sleep(10)
+        assert world.gateway.told[-1] == [(0, 1), (1, 1)]
+
+    run(main())
+
+
+def test_an_engine_that_fails_and_lives_is_asked_again_and_started_again_the_second_time() -> None:
     """T12: its answer is an error that is not about the weights, as a server's 500 is."""
 
     async def main() -> None:
         world = World(Scripted(drops))
         await world.fleet.install(ref(1))
-        assert world.gateway.told[-1] == [(0, 1)]
-        world = World(Scripted(drops, drops), FakeEngine())
-        with pytest.raises(WeightsError, match="engine-0 cannot install version 1: engine-0 closed"):
-            await world.fleet.install(ref(1))
-        assert asyncio.get_running_loop().time() < 10
+        assert world.gateway.told[-1] == [(0, 1)] and not world.ended
+        world = World(Scripted(drops, drops))
+        world.restarts[0] = Scripted()
+        await world.fleet.install(ref(1))
+        assert [replica for replica, _ in world.ended] == [0]
+        assert "engine-0 cannot install version 1: engine-0 closed" in world.ended[0][1]
+        assert asyncio.get_running_loop().time() < 20 and world.gateway.told[-1] == [(0, 1)]
+
+    run(main())
+
+
+def test_an_engine_that_hangs_in_an_install_holds_nobody_up_for_longer_than_its_deadline() -> None:
+    """T12: the others serve the version, it is started again, and installs what is the newest by then."""
+
+    async def main() -> None:
+        world = World(Scripted(hangs), Scripted())
+        world.restarts[0] = again = Scripted()
+        await world.fleet.install(ref(1))
+        assert asyncio.get_running_loop().time() == pytest.approx(LIMIT_S, abs=1)
+        ((replica, why),) = world.ended
+        assert replica == 0 and "longer than engine.install_timeout_s = 30 s" in why
+        assert world.gateway.told[-1] == [(1, 1)] and world.fleet.version == 1
         await world.fleet.install(ref(2))
-        assert world.gateway.told[-1] == [(0, 2), (1, 2)]
+        await asyncio.sleep(10)
+        assert again.installed == [2] and world.gateway.told[-1] == [(0, 2), (1, 2)]
+
+    run(main())
+
+
+def test_nobody_waits_for_an_engine_that_joins_and_what_it_reads_is_not_released() -> None:
+    """T11: it is many versions late, and hangs in the end."""
+
+    async def main() -> None:
+        world = World(Scripted())
+        await world.fleet.install(ref(1))
+        late = Scripted(lambda: asyncio.sleep(20.0), hangs)
+        world.join(1, late)
+        await asyncio.sleep(0.5)
+        for version in (2, 3, 4):
+            started = asyncio.get_running_loop().time()
+            await world.fleet.install(ref(version))
+            assert asyncio.get_running_loop().time() - started == pytest.approx(1.0)
+            assert world.fleet.reading() == {1} and world.gateway.told[-1] == [(0, version)]
+        await asyncio.sleep(25)
+        assert late.installed == [1] and world.fleet.reading() == {4}, "it goes on with the newest"
+        assert world.gateway.told[-1] == [(0, 4)], "it never served what others have left behind"
+        await asyncio.sleep(LIMIT_S)
+        assert [replica for replica, _ in world.ended] == [1] and not world.fleet.reading()
+
+    run(main())
+
+
+def test_an_engine_that_leaves_serves_no_more_and_is_brought_nothing_unless_it_is_wanted_again() -> None:
+    async def main() -> None:
+        leaving = Scripted()
+        world = World(Scripted(), leaving)
+        await world.fleet.install(ref(1))
+        await world.fleet.retire(1)
+        assert world.gateway.told[-1] == [(0, 1)]
+        await world.fleet.install(ref(2))
+        assert leaving.installed == [1] and world.gateway.told[-1] == [(0, 2)]
+        assert world.fleet.describe() == ["engine-1 is leaving: it finishes what it has (for 0.0 s)"]
+        world.fleet.keep(2)
+        assert world.gateway.told[-1] == [(0, 2)], "not with the version it had"
+        await asyncio.sleep(2)
+        assert leaving.installed == [1, 2] and world.gateway.told[-1] == [(0, 2), (1, 2)]
 
     run(main())
 
@@ -183,8 +284,9 @@ def test_installs_that_overlap_happen_one_after_another() -> None:
         await asyncio.gather(world.fleet.install(ref(1)), world.fleet.install(ref(2)), world.fleet.install(ref(3)))
         assert engine.installed[-1] == 3 and world.fleet.version == 3
         assert world.gateway.told[-1] == [(0, 3)]
+        calls = engine.calls
         await world.fleet.install(ref(3))
-        assert engine.version == 3
+        assert engine.version == 3 and engine.calls == calls, "what it holds already is not read again"
 
     run(main())
 

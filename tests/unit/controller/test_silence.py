@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from prl.controller import silence
-from prl.controller import hub as hubs
 from prl.controller.hub import Connection
+from prl.controller.hub import Hub as Base
 from prl.testing.fakes import FakeSink
 
 LIMIT = 0.4
 
 
-class Hub(hubs.Hub):
+class Hub(Base):
     """One that no process has registered with."""
 
     def __init__(self, *connections: Connection) -> None:
@@ -73,7 +73,7 @@ def test_a_silent_worker_is_killed_and_nobody_else() -> None:
 
 def test_a_pid_of_another_machine_means_nothing_here(monkeypatch: pytest.MonkeyPatch) -> None:
     killed: list[int] = []
-    monkeypatch.setattr(hubs.os, "kill", lambda pid, number: killed.append(pid))
+    monkeypatch.setattr(os, "kill", lambda pid, number: killed.append(pid))
     hub = Hub(connection("env-far", 1, host="far"))
 
     async def during() -> None:
@@ -85,7 +85,7 @@ def test_a_pid_of_another_machine_means_nothing_here(monkeypatch: pytest.MonkeyP
 
 
 def test_a_controller_that_was_held_up_itself_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hubs.os, "kill", lambda pid, number: None)
+    monkeypatch.setattr(os, "kill", lambda pid, number: None)
     worker = connection("env-a", 1)
     hub = Hub(worker)
 
