@@ -49,6 +49,11 @@ def test_an_answer_that_was_cut_off_meets_nothing_unless_it_counts() -> None:
     assert (counted.rollouts[0].reward, counted.metrics["finished"]) == (1.0, 0.0)
 
 
+def test_an_answer_that_is_too_short_meets_nothing() -> None:
+    assert episode("two words", least_words=3).rollouts[0].reward == 0.0
+    assert episode("two words", least_words=2).rollouts[0].reward == 1.0
+
+
 def test_the_splits_share_no_request() -> None:
     it = env()
     asked = {split: {t.data["request"] for t in it.tasks(split)[:1000]} for split in ("train", "eval")}  # type: ignore[arg-type]
@@ -137,6 +142,7 @@ def cased(text: str, asked: dict[str, dict[str, Any]]) -> str:
         ({"kinds": ("haiku",)}, "Input should be"),
         ({"min_constraints": 4}, "max_constraints is 3, less than min_constraints 4"),
         ({"kinds": ("json",), "max_constraints": 2}, "max_constraints is 2, and there are 1 kinds"),
+        ({"least_words": 4}, "is 4, and exact_words asks for 3 to 10"),
         ({"held_out": 1.0}, "less than 1"),
     ],
 )

@@ -92,6 +92,9 @@ class InstructionFollowingConfig(PluginConfig):
     where no further kind of `kinds` goes with those drawn: lowercase and capital letters exclude each other."""
     reward: Literal["share", "strict"] = "share"
     """The share of the constraints that are met, or 1 when all are and 0 otherwise."""
+    least_words: int = Field(1, ge=1, le=20)
+    """An answer of fewer words meets none of its constraints. Short answers keep to most of them, so without this a
+    model may learn to say next to nothing."""
     cut_off: Literal["fails", "counts"] = "fails"
     """Whether an answer that `sampling.max_tokens` cut off meets none of its constraints, or is judged like another."""
     held_out: float = Field(0.1, gt=0, lt=1)
@@ -110,6 +113,10 @@ class InstructionFollowingConfig(PluginConfig):
         twice = sorted({kind for kind in self.kinds if self.kinds.count(kind) > 1})
         if twice:
             raise wrong("kinds", f"{', '.join(twice)} occurs twice")
+        if "exact_words" in self.kinds and self.least_words > 3:
+            raise wrong(
+                "least_words", f"is {self.least_words}, and exact_words asks for 3 to 10: 3 at most, or without it"
+            )
         if self.max_constraints < self.min_constraints:
             raise ValueError(
                 f"max_constraints is {self.max_constraints}, less than min_constraints {self.min_constraints}"

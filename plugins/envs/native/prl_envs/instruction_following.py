@@ -14,7 +14,7 @@ from prl.errors import ConfigError
 from prl.protocols import Context
 from prl.types import Episode, Split, Task
 from prl_envs.config import InstructionFollowingConfig
-from prl_envs.constraints import KINDS, meets
+from prl_envs.constraints import KINDS, meets, words
 
 _REQUESTS = (
     "Tell me about {}.", "Describe {} to a friend.", "What should I know about {}?", "Write a short text about {}.",
@@ -36,8 +36,8 @@ _SUBJECTS = (
 
 class InstructionFollowing:
     """The reward of an answer is the share of its constraints that are met, or with `reward = "strict"` 1 when all are
-    and 0 otherwise. An answer without a word meets none, nor does one that `sampling.max_tokens` ended, unless
-    `cut_off` is "counts".
+    and 0 otherwise. An answer of fewer than `least_words` meets none, nor does one that `sampling.max_tokens` ended,
+    unless `cut_off` is "counts".
 
     A request, not its constraints, decides a task's split: evaluation asks about what was never asked in training.
     """
@@ -74,6 +74,7 @@ class InstructionFollowing:
         """Metrics: `share` and `strict` as the two rewards, `finished`, and `met/KIND` for each kind in the task."""
         constraints: list[dict[str, Any]] = task.data["constraints"]
         counts = finished or self.config.cut_off == "counts"
+        counts = counts and len(words(text)) >= self.config.least_words
         met = {c["kind"]: float(counts and meets(c["kind"], text, c["arguments"])) for c in constraints}
         return {
             "share": sum(met.values()) / len(met),
