@@ -1,0 +1,225 @@
+"""What is added to every worker of vLLM (`worker_extension_cls`): it reads versions of the weights and applies them.
+
+The process that drives the engine (`install`) calls these methods with `collective_rpc`. Arguments and results are
+plain values: nothing is pickled by us and vLLM's insecure serialization stays off. Every worker reads the full tensors
+and vLLM takes its share of each.
+
+    prl_begin    read a version in a thread, while generation goes on
+    prl_poll     how far that is; when it is read, its probes
+    prl_apply    put it into the model: called between two steps, while the engine is paused
+    prl_restore  put the version before it, or the folder the engine was started with, into the model again
+    prl_keep     it is verified: the one before it may go
+    prl_adapter  write adapters that were read as a folder that vLLM can load
+
+None of them raises for what may go wrong with weights, since vLLM would make another error of it: a result has
+"error", which is empty where all is well.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from prl import faults, registry
+from prl.errors import PrlError, WeightsError
+from prl.faults import Fault
+from prl.messages import WeightsRef
+from prl.protocols import ChannelReceiver, ReceivedWeights
+from prl_engine_vllm.adapters import write_folder
+
+Answer = dict[str, Any]
+
+
+class Setup(msgspec.Struct):
+    """What a worker is told once: the channel's table, and the failures that a test wants."""
+
+    channel: str
+    table: dict[str, Any]
+    faults: list[Fault] = []
+    replica: int = 0
+    seed: int = 0
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker class. No name of it may be one of the worker's."""
+
+    def prl_begin(self, token: str, ref: dict[str, Any], setup: dict[str, Any]) -> Answer:
+        return self._prl_versions().begin(token, msgspec.convert(ref, WeightsRef), msgspec.convert(setup, Setup))
+
+    def prl_poll(self, token: str) -> Answer:
+        return self._prl_versions().poll(token)
+
+    def prl_apply(self, token: str) -> Answer:
+        return self._prl_versions().apply(token)
+
+    def prl_restore(self) -> Answer:
+        return self._prl_versions().restore()
+
+    def prl_keep(self, token: str) -> Answer:
+        return self._prl_versions().keep(token)
+
+    def prl_adapter(self, token: str, folder: str) -> Answer:
+        return self._prl_versions().write_adapter(token, Path(folder))
+
+    def _prl_versions(self) -> Versions:
+        versions: Versions | None = self.__dict__.get("_prl_held")
+        if versions is None:
+            versions = self.__dict__["_prl_held"] = Versions(self)
+        return versions
+
+
+class Versions:
+    """The versions that one worker holds: the one in the model, and the one that is to follow it."""
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+        self._receiver: ChannelReceiver | None = None
+        self._reading: Reading | None = None
+        self._current: ReceivedWeights | None = None
+        self._no_part_in = ""
+
+    def begin(self, token: str, ref: WeightsRef, setup: Setup) -> Answer:
+        if ref.adapter and not self._is_first():
+            self._no_part_in = token  # one worker writes the folder that all load
+            return {"error": ""}
+        try:
+            if self._receiver is None:
+                faults.install("engine", setup.replica, seed=setup.seed, plan=setup.faults)
+                self._receiver = registry.build("channels", setup.channel, setup.table).receiver()
+        except Exception as error:
+            return {"error": said(error)}
+        # A former reading that hangs is left alone: its thread ends with it, and nobody asks for what it brings.
+        self._reading = Reading(token, ref, self._receiver, self._worker.device, self._current)
+        return {"error": ""}
+
+    def poll(self, token: str) -> Answer:
+        """Whether it is read; then the first worker's answer has the probes."""
+        if token == self._no_part_in:
+            return {"error": "", "read": True, "probes": [], "tolerance": 0.0, "tensors": 0, "seconds": 0.0}
+        reading = self._asked(token)
+        if reading is None:
+            return {"error": "this worker does not read this version"}
+        if reading.error:
+            self._reading = None
+            return {"error": reading.error}
+        received = reading.received
+        if received is None:
+            return {"error": "", "read": False}
+        probes = [[probe.token_ids, probe.logprobs] for probe in received.probes] if self._is_first() else []
+        return {
+            "error": "",
+            "read": True,
+            "probes": probes,
+            "tolerance": received.tolerance,
+            "tensors": len(received.tensors),
+            "seconds": reading.seconds,
+        }
+
+    def apply(self, token: str) -> Answer:
+        reading = self._asked(token)
+        if reading is None or reading.received is None:
+            return {"error": "this worker has not read this version"}
+        return self._reload(reading.received)
+
+    def restore(self) -> Answer:
+        self._reading = None
+        return self._reload(self._current)
+
+    def keep(self, token: str) -> Answer:
+        reading = self._asked(token)
+        if reading is not None:
+            self._current, self._reading = reading.received, None
+        return {"error": ""}
+
+    def write_adapter(self, token: str, folder: Path) -> Answer:
+        reading = self._asked(token)
+        if reading is None:
+            return {"error": "" if token == self._no_part_in else "this worker does not read this version"}
+        received, self._reading = reading.received, None
+        try:
+            if received is None or received.adapter is None:
+                raise WeightsError("what was read is whole weights, announced were adapters")
+            write_folder(folder, received.adapter, received.tensors)
+        except Exception as error:
+            return {"error": said(error)}
+        return {"error": ""}
+
+    def _reload(self, weights: ReceivedWeights | None) -> Answer:
+        from prl_engine_vllm.reload import reload
+
+        started = time.monotonic()
+        try:
+            reload(self._worker, None if weights is None else weights.tensors)
+        except Exception as error:
+            return {"error": said(error)}
+        return {"error": "", "seconds": time.monotonic() - started}
+
+    def _asked(self, token: str) -> Reading | None:
+        return self._reading if self._reading is not None and self._reading.token == token else None
+
+    def _is_first(self) -> bool:
+        """Of all workers of this engine, those of other data-parallel ranks too."""
+        first: bool = self._worker.rank == 0 and self._worker.vllm_config.parallel_config.data_parallel_index == 0
+        return first
+
+
+class Reading:
+    """One version on its way, in a thread of its own. `received` or `error` is set when it is over."""
+
+    def __init__(
+        self, token: str, ref: WeightsRef, receiver: ChannelReceiver, device: Any, former: ReceivedWeights | None
+    ) -> None:
+        self.token = token
+        self.received: ReceivedWeights | None = None
+        self.error = ""
+        self.seconds = 0.0
+        self._ref = ref
+        self._receiver = receiver
+        self._device = device
+        self._former = former
+        threading.Thread(target=self._read, name=f"weights {ref.version}", daemon=True).start()
+
+    def _read(self) -> None:
+        started = time.monotonic()
+        try:
+            on_gpu = self._device is not None and self._device.type == "cuda"
+            if on_gpu:
+                import torch
+
+                torch.cuda.set_device(self._device)  # of this thread
+            received = self._receiver.receive(self._ref)
+            if on_gpu:
+                torch.cuda.current_stream().synchronize()
+            if self._former is not None and not self._ref.adapter:
+                check_alike(self._former.tensors, received.tensors)
+            self.seconds = time.monotonic() - started
+            self.received = received
+        except Exception as error:
+            self.error = said(error)
+
+
+def check_alike(former: Mapping[str, Any], latter: Mapping[str, Any]) -> None:
+    """Raises:
+    WeightsError: a version does not have exactly the tensors, by name and shape, that the one before it has.
+    """
+    missing, extra = sorted(former.keys() - latter.keys()), sorted(latter.keys() - former.keys())
+    if missing or extra:
+        what = f"{missing[0]} is missing" if missing else f"{extra[0]} is new"
+        raise WeightsError(
+            f"these weights have {len(latter)} tensors, the version before them has {len(former)}: {what}"
+        )
+    for name, tensor in latter.items():
+        if tuple(tensor.shape) != tuple(former[name].shape):
+            raise WeightsError(
+                f"{name} has shape {tuple(tensor.shape)}, the version before it has {tuple(former[name].shape)}"
+            )
+
+
+def said(error: Exception) -> str:
+    """What an error says; our own need no name in front."""
+    return str(error) if isinstance(error, PrlError) else f"{type(error).__name__}: {error}"
