@@ -1,88 +1,26 @@
-"""Scoring sequences through the engine as it serves, and comparing them with what the trainer says.
+"""Comparing what the engine computes with what the trainer says it must.
 
-A sequence is scored as an ordinary request (its prompt's log-probabilities, one token made), before every other in the
-queue. So what is checked is what generates: the same batches, kernels, shards and quantisation.
+The trainer's probes are scored as ordinary requests, before every other in the queue. So what is checked is what
+generates: the same batches, kernels, shards and quantisation.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prl.errors import WeightsError
 from prl.protocols import Probe
+from prl_engine_vllm.gate import Gate
 
-if TYPE_CHECKING:
-    from vllm.lora.request import LoRARequest
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-FIRST = -(10**9)
-"""Priority, where lower comes first; requests have 0."""
 QUANTISED_FACTOR, QUANTISED_LEAST = 2.0, 0.3
-"""What the tolerance of the trainer becomes where the engine quantises: so many times it, and at least so much. An
-eight-bit engine is farther from the trainer than 16 bits are (0.15), and not all of it is the weights' fault."""
-
-_numbers = itertools.count()
+"""What the trainer's tolerance becomes where the engine quantises what it receives: so many times it, and at least so
+much. Sixteen bits alone are allowed 0.15, and eight are farther from the trainer without anything being wrong."""
 
 
-async def score(
-    llm: AsyncLLM,
-    sequences: Sequence[Sequence[int]],
-    *,
-    rank: int | None = None,
-    adapter: LoRARequest | None = None,
-    priority: int = 0,
-) -> list[list[float]]:
-    """Log-probability of every token given those before it, the first 0, at temperature 1.
-
-    Args:
-        rank: the data-parallel rank that is to do it; None leaves it to vLLM.
-    """
-    return await asyncio.gather(*(_score_one(llm, list(sequence), rank, adapter, priority) for sequence in sequences))
-
-
-async def _score_one(
-    llm: AsyncLLM, token_ids: list[int], rank: int | None, adapter: LoRARequest | None, priority: int
-) -> list[float]:
-    from vllm.inputs import TokensPrompt
-    from vllm.sampling_params import RequestOutputKind, SamplingParams
-
-    if len(token_ids) < 2:
-        return [0.0] * len(token_ids)
-    number = next(_numbers)
-    # A salt of its own: keys and values that it leaves in the prefix cache are nobody else's.
-    prompt = TokensPrompt(prompt_token_ids=token_ids, cache_salt=f"score-{number}")
-    sampling = SamplingParams(
-        max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
-    )
-    answers = llm.generate(
-        prompt,
-        sampling,
-        f"score-{number}",
-        priority=priority,
-        lora_request=adapter,
-        data_parallel_rank=rank,
-    )
-    made: Any = None
-    async for made in answers:
-        pass
-    if made is None or made.prompt_logprobs is None or len(made.prompt_logprobs) != len(token_ids):
-        raise WeightsError("vLLM returned no log-probabilities of a prompt")
-    found = zip(token_ids[1:], made.prompt_logprobs[1:], strict=True)
-    return [0.0, *(float(at[token].logprob) for token, at in found)]
-
-
-async def check(
-    llm: AsyncLLM,
-    probes: Sequence[Probe],
-    tolerance: float,
-    *,
-    ranks: int = 1,
-    adapter: LoRARequest | None = None,
-) -> float:
-    """Score the trainer's probes on every data-parallel rank; the largest mean |difference| of log-probabilities.
+async def check(gate: Gate, probes: Sequence[Probe], tolerance: float, *, ranks: int = 1, lora: Any = None) -> float:
+    """Score the probes on every data-parallel rank; the largest mean |difference| of log-probabilities.
 
     Raises:
         WeightsError: it is more than `tolerance`, or not a number.
@@ -91,9 +29,7 @@ async def check(
         return 0.0
     sequences = [probe.token_ids for probe in probes]
     each = range(ranks) if ranks > 1 else [None]
-    scored = await asyncio.gather(
-        *(score(llm, sequences, rank=rank, adapter=adapter, priority=FIRST) for rank in each)
-    )
+    scored = await asyncio.gather(*(gate.score(sequences, rank=rank, lora=lora) for rank in each))
     worst = 0.0
     for rank, found in enumerate(scored):
         mean, count = difference(probes, found)
@@ -101,7 +37,8 @@ async def check(
             where = f" on data-parallel rank {rank}" if ranks > 1 else ""
             raise WeightsError(
                 f"the probes do not agree after installing{where}: mean |difference| of log-probabilities {mean:.3g} "
-                f"over {count} tokens, allowed is {tolerance:g}"
+                f"over {count} tokens, allowed is {tolerance:g}. If the engine computes in a coarser precision than "
+                "the trainer, raise mismatch.probe_tolerance"
             )
         worst = max(worst, mean)
     return worst
