@@ -112,7 +112,7 @@ def _break_off(model: Any, model_config: Any) -> None:
 
 def _forget_moe_kernels(model: Any) -> None:
     for layer in model.modules():
-        method = getattr(layer, "quant_method", None)
+        method: Any = getattr(layer, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
             method.moe_kernel = None
 
