@@ -97,7 +97,9 @@ def test_every_import_is_declared(distributions: list[Distribution]) -> None:
     for dist in distributions:
         declared = _declared(dist) | _declared(by_name["prl-core"])
         for path in dist.sources():
-            allowed = {"torch"} if path.parts[-3:] == ("prl", "testing", "numerics.py") else BROUGHT.get(dist.name, set())
+            allowed = BROUGHT.get(dist.name, set())
+            if path.parts[-3:] == ("prl", "testing", "numerics.py"):
+                allowed = {"torch"}
             for module in _imported(path) - allowed:
                 owners = {_distribution_name(owner) for owner in providers.get(PART_OF.get(module, module), [])}
                 if module in sys.stdlib_module_names or module in OPTIONAL or module == dist.package:
