@@ -92,7 +92,7 @@ def _updates_are_steps(config: SftConfig) -> Iterator[Problem]:
 
 def _concurrency_lets_a_group_run(config: RunConfig) -> Iterator[Problem]:
     limit, size = config.loop.max_concurrency, config.loop.group_size
-    if 0 < limit < size:
+    if limit != "auto" and 0 < limit < size:
         yield Problem(
             "loop.max_concurrency",
             f"is {limit}, fewer than the {size} episodes of one group, which then run one after another",

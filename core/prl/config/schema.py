@@ -7,9 +7,9 @@ validated; `prl.config.load` checks them when the file is read.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from prl.config.data import SftDataTable as SftDataTable
 from prl.config.tables import PluginTable as PluginTable
@@ -56,14 +56,23 @@ class LoopTable(Table):
     """Over how many of the latest episodes that share is taken."""
     max_empty_batches: int = Field(10, ge=1)
     """Stop loudly after so many batches in a row in which no sample carried any signal."""
-    max_concurrency: int = Field(0, ge=0)
-    """Episodes in flight at once; 0 leaves it to staleness alone."""
+    max_concurrency: Literal["auto"] | int = "auto"
+    """Episodes in flight at once. "auto" follows the engines: more while their caches have room, fewer when they fill,
+    preempt or queue; 0 leaves it to staleness alone, as "auto" does where engines say nothing of their caches and where
+    `max_staleness` is 0."""
     step_timeout_s: float = Field(3600, gt=0)
     """Deadline of one training step, one publish, one checkpoint."""
     stuck_after_s: float = Field(300, gt=0)
     """Report the chain of waits when nothing has moved for so long."""
     silent_after_s: float = Field(60, gt=0)
     """An environment worker or engine without a sign of life for so long is blocked: it is killed and started again."""
+
+    @field_validator("max_concurrency", mode="before")
+    @classmethod
+    def _auto_or_a_number(cls, value: Any) -> Any:
+        if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
+            return value
+        raise ValueError(f'must be "auto" or an integer of at least 0, not {value!r}')
 
 
 class SamplingTable(Table):
@@ -226,10 +235,28 @@ class MismatchTable(Table):
     """Sequences that every engine must reproduce after installing weights; 0 switches the gate off."""
     probe_tolerance: float = Field(0.0, ge=0)
     """Mean absolute difference of log-probabilities allowed; 0 chooses 1e-3 for float32 and 0.15 for bfloat16."""
-    max_kl: float = Field(0.05, gt=0)
-    """Limit of the mismatch KL (k3 estimator) of one step."""
-    action: Literal["warn", "pause", "stop"] = "pause"
-    """What happens past the limit."""
+    max_kl: float = Field(0.0, ge=0)
+    """Limit of the mismatch KL (k3 estimator) of one step; 0 chooses 1e-3 for float32 and 0.015 for bfloat16."""
+    action: Literal["warn", "pause", "stop", "correct"] = "pause"
+    """What happens past the limit. With "correct" `correction` comes into force only then, from the next step on."""
+    correction: Literal["none", "truncate", "mask_tokens", "mask_sequences"] = "none"
+    """What is done with r = p_trainer / p_engine of a trained token: nothing; its weight is multiplied by min(1, C/r),
+    truncated importance sampling; it is left out unless 1/C <= r <= C; its document, unless the geometric mean is."""
+    clip: float = Field(0.0, ge=0)
+    """C of the correction, above 1; 0 chooses 2 for tokens and 1.05 for sequences."""
+
+    @model_validator(mode="after")
+    def _clip_is_a_band(self) -> MismatchTable:
+        if 0 < self.clip <= 1:
+            raise wrong("clip", f"is {self.clip:g}: a ratio of 1 needs room on both sides, so it must be above 1, or 0")
+        if self.action == "correct" and self.correction == "none":
+            raise wrong("correction", 'must name one, such as "truncate", for action = "correct" to put in force')
+        return self
+
+    @property
+    def band(self) -> float:
+        """`clip`, or the default of the correction."""
+        return self.clip or (1.05 if self.correction == "mask_sequences" else 2.0)
 
 
 class RunConfig(Table):

@@ -13,6 +13,7 @@ supervisor  starts the loops, ends them together
 generate, score, batch, train, publish  the five; evaluate is the sixth, and save writes checkpoints beside them
 state       what they share; groups: the episodes of one task; waits: who waits for whom
 schedule    admission and selection: the staleness guarantee; ledger: what became of every episode
+concurrency how many episodes may be in flight, by what the engines say of their caches
 episodes    one episode's request and attempts; tasks: where training tasks come from
 mismatch    the gate between trainer and engine
 snapshot    the controller's part of a checkpoint

@@ -1,7 +1,8 @@
 """The generate loop.
 
-Consumes: tasks. Waits for: room under the staleness bound (`LoopState.admissible`). Unblocked by: a batch being formed,
-new weights in the engines, a group that leaves. Produces: finished groups, in `finished`.
+Consumes: tasks. Waits for: room under the staleness bound and the limit of concurrency (`LoopState.admissible`).
+Unblocked by: a batch being formed, new weights in the engines, a group that leaves, a limit that has grown. Produces:
+finished groups, in `finished`.
 
 Every episode is one asyncio task: it calls the environment worker and tries again when the failure was not its own.
 """
@@ -79,6 +80,7 @@ class Generator:
             return
         finally:
             state.episodes_in_flight -= 1
+            state.episodes_completed += 1
         state.progress = asyncio.get_running_loop().time()
         if group.complete:
             del state.in_flight[group.id], state.episodes[group.id]
@@ -108,6 +110,13 @@ class Generator:
             return "control", f"the run is paused: {state.paused}"
         if state.admission_closed:
             return "evaluate", "a synchronous evaluation is running"
+        limit = state.concurrency_limit
+        if limit is not None and state.room > 0 and state.episodes_in_flight + state.config.loop.group_size > limit:
+            why = f"; {state.concurrency_reason}" if state.concurrency_reason else ""
+            return "engine", (
+                f"{state.episodes_in_flight} episodes in flight, and the most at once is {limit} "
+                f"(loop.max_concurrency = {state.config.loop.max_concurrency!r}{why})"
+            )
         if state.roles.fleet.version < state.batches:
             owner = "publish" if state.roles.fleet.version < state.version else "train"
         else:

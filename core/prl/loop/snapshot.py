@@ -34,6 +34,7 @@ class Snapshot(msgspec.Struct):
     counters: dict[str, float]
     eval_first: float | None
     eval_last: float | None
+    correcting: bool = False
 
 
 COUNTERS = (
@@ -63,6 +64,7 @@ def take(state: LoopState, eval_first: float | None, eval_last: float | None) ->
             counters={name: getattr(state, name) for name in COUNTERS},
             eval_first=eval_first,
             eval_last=eval_last,
+            correcting=state.correcting,
         )
     )
 
@@ -99,6 +101,7 @@ def restore(state: LoopState, data: bytes) -> Snapshot:
     for group in snapshot.in_flight:
         _restore_running(state, group)
     state.algorithm.load_state(snapshot.algorithm)
+    state.correcting = snapshot.correcting
     for name, value in snapshot.counters.items():
         setattr(state, name, type(getattr(state, name))(value))
     return snapshot

@@ -15,7 +15,7 @@ from prl.loop.ledger import Ledger
 from prl.loop.schedule import deadline, room
 from prl.loop.tasks import TaskSource
 from prl.loop.waits import Signal, Waits
-from prl.messages import TrainBatch, WeightsRef
+from prl.messages import Correction, TrainBatch, WeightsRef
 from prl.protocols import Algorithm, EngineFleet, EpisodeRunner, TrainerClient
 from prl.types import Outcome, Task
 
@@ -101,10 +101,14 @@ class LoopState:
     barren: int = 0  # groups in a row that brought nothing to train; batch sets it back
     admission_closed: bool = False  # publish, while a synchronous evaluation runs
     paused: str = ""  # control, mismatch gate: why nothing new is started or trained; empty while the run goes on
+    correcting: bool = False  # mismatch gate: the correction is in force although it was not from the start
     stopping: bool = False  # control: finish the step in progress, save, end
     checkpoint_requested: bool = False  # control sets, train clears
     evaluate_requested: bool = False  # control sets, evaluate clears
     episodes_in_flight: int = 0  # generate
+    episodes_completed: int = 0  # generate: attempts and all, since this process started
+    concurrency: int | None = None  # pace: the adaptive limit of episodes in flight, None while there is none
+    concurrency_reason: str = ""  # pace: why it last fell
     recent: deque[bool] = field(default_factory=deque)  # generate: whether recent episodes failed
     progress: float = 0.0  # whoever moved something: loop time
 
@@ -143,17 +147,31 @@ class LoopState:
             self.tasks.release()
 
     @property
+    def concurrency_limit(self) -> int | None:
+        """Episodes that may be in flight at once; None leaves it to staleness."""
+        configured = self.config.loop.max_concurrency
+        return self.concurrency if configured == "auto" else configured or None
+
+    @property
     def admissible(self) -> int:
         """How many groups may be admitted now."""
         loop = self.config.loop
         if self.paused or self.stopping or self.admission_closed:
             return 0
         free = self.room if loop.max_staleness else min(self.room, self.round)
-        if loop.max_concurrency:
-            spare = (loop.max_concurrency - self.episodes_in_flight) // loop.group_size
+        limit = self.concurrency_limit
+        if limit is not None:
+            spare = (limit - self.episodes_in_flight) // loop.group_size
             # One group always fits, or a limit below the group size would stop everything.
             free = min(free, max(spare, 0 if self.episodes_in_flight else 1))
         return free
+
+    @property
+    def correction(self) -> Correction:
+        """What the trainer does, from its next batch on, about tokens of which the engine has another probability."""
+        table = self.config.mismatch
+        in_force = self.correcting or table.action != "correct"
+        return Correction(table.correction, table.band) if in_force else Correction()
 
     def deadline_of(self, version: int) -> int:
         return deadline(version, self.config.loop.max_staleness)

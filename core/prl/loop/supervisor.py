@@ -14,6 +14,7 @@ from typing import Any
 
 from prl.errors import RunFailed
 from prl.loop.batch import Batcher
+from prl.loop.concurrency import Pacer
 from prl.loop.evaluate import Evaluator
 from prl.loop.generate import Generator
 from prl.loop.publish import Publisher
@@ -37,6 +38,7 @@ class Loop:
         self.generator = Generator(state)
         self.publisher = Publisher(state, self.evaluator)
         self.saver = Saver(state, self.evaluator, save)
+        self._pacer = Pacer(state)
         self._trainer = Trainer(state, self.saver.take, self.evaluator.on_step)
 
     async def run(self) -> None:
@@ -93,10 +95,11 @@ class Loop:
             "evaluate": self.evaluator.run(),
         }
         tasks = {asyncio.create_task(coroutine, name=name) for name, coroutine in loops.items()}
-        watchdog = asyncio.create_task(self._watch())
+        self._pacer.look()
+        helpers = {asyncio.create_task(self._watch()), asyncio.create_task(self._pacer.run())}
         try:
             while tasks:
-                done, _ = await asyncio.wait({*tasks, saving}, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait({*tasks, *helpers, saving}, return_when=asyncio.FIRST_COMPLETED)
                 tasks -= done
                 for task in done:
                     task.result()
@@ -104,11 +107,10 @@ class Loop:
                         raise RunFailed(f"the {task.get_name()} loop ended while the run was not done: a bug in prl")
                 state.signal.notify()
         finally:
-            watchdog.cancel()
             self.generator.stop()
-            for task in tasks:
+            for task in (*tasks, *helpers):
                 task.cancel()
-            await asyncio.gather(*tasks, watchdog, return_exceptions=True)
+            await asyncio.gather(*tasks, *helpers, return_exceptions=True)
 
     async def _watch(self) -> None:
         """Say who waits for whom when nothing has moved for `loop.stuck_after_s`."""

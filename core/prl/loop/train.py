@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from prl.errors import RunFailed
 from prl.loop.groups import Group
-from prl.loop.mismatch import check_mismatch
+from prl.loop.mismatch import MismatchGate
 from prl.loop.state import Batch, LoopState
 from prl.loop.waits import within
 from prl.messages import TrainReport
@@ -30,6 +30,7 @@ class Trainer:
         self._state = state
         self._checkpoint = checkpoint
         self._on_step = on_step
+        self._gate = MismatchGate()
         self._last = 0.0
 
     async def run(self) -> None:
@@ -54,6 +55,8 @@ class Trainer:
         loop = asyncio.get_running_loop()
         timeout = state.config.loop.step_timeout_s
         started = loop.time()
+        for message in batch.messages:  # it may have come into force since the batch was formed
+            message.correction = state.correction
         with state.waits.on("train", "trainer", f"step {batch.step}", timeout):
             training = state.roles.trainer.train(batch.messages)
             report = await within(training, timeout, f"training step {batch.step}", "trainer")
@@ -67,7 +70,7 @@ class Trainer:
         state.version = batch.step
         state.training = None
         self._settle(batch, report, started, trained)
-        check_mismatch(state, report)
+        self._gate.check(state, report)
         if self._checkpoint_due():
             state.checkpoint_requested = False
             await self._checkpoint(state.version)
@@ -124,10 +127,13 @@ class Trainer:
                 "batch/samples": len(batch.samples),
                 "batch/tokens": batch.num_tokens,
                 "loop/in_flight": len(state.in_flight),
+                "loop/episodes_in_flight": state.episodes_in_flight,
                 "loop/ready": len(state.ready),
                 "loop/engine_version": state.roles.fleet.version,
             }
         )
+        if state.concurrency is not None:
+            values["loop/concurrency_limit"] = state.concurrency
         values.update({f"ledger/{key}": _total(value) for key, value in state.ledger.counts().items()})
         self._last = now
         state.sink.metrics(batch.step, values)

@@ -17,8 +17,8 @@ from prl.errors import ConfigError
 def test_a_key_shows_what_it_may_be() -> None:
     assert explain("mismatch.action").splitlines() == [
         "mismatch.action",
-        "  What happens past the limit.",
-        '  type      "warn" or "pause" or "stop"',
+        '  What happens past the limit. With "correct" `correction` comes into force only then, from the next step on.',
+        '  type      "warn" or "pause" or "stop" or "correct"',
         '  default   "pause"',
     ]
     assert "  type      number, more than 0, at most 1\n" in explain("sampling.top_p")

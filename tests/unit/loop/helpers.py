@@ -40,7 +40,7 @@ class World:
             group_size=r.choice([2, 3]),
             max_staleness=r.choice([0, 0, 1, 2, 4]),
             straggler=r.choice(["wait", "wait", "drop"]),
-            max_concurrency=r.choice([0, 0, 1, 5]),
+            max_concurrency=r.choice([0, "auto", 1, 5]),
         )
         trainer = self.config.trainer.model_copy(update={"updates_per_batch": 1 + self.seed % 3})
         self.config = self.config.model_copy(update={"trainer": trainer})

@@ -11,7 +11,7 @@ from prl.errors import EpisodeFailed, RunFailed
 from prl.loop import snapshot
 from prl.loop.batch import Batcher
 from prl.loop.groups import Group
-from prl.loop.mismatch import check_mismatch
+from prl.loop.mismatch import MismatchGate
 from prl.loop.score import Scorer, attach
 from prl.loop.state import LoopState
 from prl.loop.supervisor import Loop
@@ -260,8 +260,36 @@ def test_every_task_is_evaluated_as_often_as_was_asked_and_the_first_score_stays
     assert len(set(seeds)) == 15 and seeds[:15] == seeds[15:30] == seeds[30:]
 
 
-@pytest.mark.parametrize(("kl", "passes"), [(0.05, True), (0.051, False), (float("nan"), False), (float("inf"), False)])
-def test_a_mismatch_that_is_not_a_number_is_past_every_limit(kl: float, passes: bool) -> None:
-    state = fake_state(fake_config())
-    check_mismatch(state, TrainReport(0, 1, 1, {"mismatch/kl": kl}, 0.0))
+@pytest.mark.parametrize(
+    ("dtype", "kl", "passes"),
+    [
+        ("float32", 0.001, True),
+        ("float32", 0.00101, False),
+        ("bfloat16", 0.015, True),
+        ("bfloat16", 0.0151, False),
+        ("float32", float("nan"), False),
+        ("float32", float("inf"), False),
+    ],
+)
+def test_the_limit_of_mismatch_is_the_precision_s_and_what_is_no_number_is_past_it(
+    dtype: str, kl: float, passes: bool
+) -> None:
+    config = fake_config()
+    config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
+    state = fake_state(config)
+    MismatchGate().check(state, TrainReport(0, 1, 1, {"mismatch/kl": kl}, 0.0))
     assert (state.paused == "") is passes
+
+
+def test_steps_with_few_tokens_of_their_own_version_are_judged_together() -> None:
+    """One odd token in ten is no verdict; the same on the mean of enough of them."""
+    state, gate = fake_state(fake_config()), MismatchGate()
+
+    def report(step: int, kl: float, tokens: int) -> str:
+        gate.check(state, TrainReport(0, step, step, {"mismatch/kl": kl, "mismatch/tokens": tokens}, 0.0))
+        return state.paused
+
+    assert report(1, 0.09, 10) == "" and report(2, 0.0, 240) == ""
+    assert "step 3: the mismatch KL between trainer and engine is 0.0035" in report(3, 0.0, 7)
+    state.paused = ""
+    assert report(4, 0.0, 300) == "", "what was judged once is not judged again"

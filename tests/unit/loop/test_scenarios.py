@@ -8,6 +8,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
+from prl.config.schema import MismatchTable
 from prl.errors import EpisodeFailed, RunFailed
 from prl.loop import snapshot
 from prl.loop.batch import Batcher
@@ -15,7 +16,7 @@ from prl.loop.groups import Group, has_signal
 from prl.loop.state import LoopState
 from prl.loop.supervisor import Loop
 from prl.loop.tasks import TaskSource
-from prl.messages import EpisodeRequest, WeightsRef
+from prl.messages import Correction, EpisodeRequest, WeightsRef
 from prl.testing import clock
 from prl.testing.fakes import FakeAlgorithm, FakeFleet, FakeRunner, FakeTrainer, fake_config, fake_state
 from prl.types import Credit, Outcome, SampleHeader, Task
@@ -332,7 +333,7 @@ def test_a_mismatch_past_its_limit_warns_pauses_or_stops(action: str) -> None:
     class Wrong(FakeTrainer):
         async def train(self, batches):  # type: ignore[no-untyped-def]
             report = await super().train(batches)
-            report.metrics["mismatch/kl"] = 0.5 if report.step == 2 else 0.001
+            report.metrics["mismatch/kl"] = 0.5 if report.step == 2 else 0.0001
             return report
 
     async def main() -> LoopState:
@@ -354,3 +355,40 @@ def test_a_mismatch_past_its_limit_warns_pauses_or_stops(action: str) -> None:
     else:
         state = clock.run(main())
         assert state.version == 4 and [kind for kind, _ in state.sink.events].count("mismatch") == 1  # type: ignore[attr-defined]
+
+
+def mismatched(**table: object) -> tuple[LoopState, list[Correction]]:
+    """A run of six steps whose second shows a mismatch; with which correction each step was trained."""
+    used: list[Correction] = []
+
+    class Wrong(FakeTrainer):
+        async def train(self, batches):  # type: ignore[no-untyped-def]
+            assert len({batch.correction for batch in batches}) == 1, "ranks must agree"
+            used.append(batches[0].correction)
+            report = await super().train(batches)
+            report.metrics["mismatch/kl"] = 0.5 if report.step == 2 else 0.0001
+            return report
+
+    config = fake_config(steps=6)
+    config = config.model_copy(update={"mismatch": MismatchTable.model_validate(table)})
+    state = fake_state(config, trainer=Wrong(lambda: 1.0, dp_size=2))
+    clock.run(Loop(state, no_save).run())
+    return state, used
+
+
+def test_a_mismatch_past_its_limit_puts_the_correction_in_force_and_says_why() -> None:
+    """From the next batch on, also if that was formed before; a resumed run goes on with it."""
+    state, used = mismatched(action="correct", correction="truncate")
+    assert used == [Correction()] * 2 + [Correction("truncate", 2.0)] * 4
+    events = dict(state.sink.events)  # type: ignore[attr-defined]
+    assert events["correction"]["correction"] == "truncate" and events["correction"]["clip"] == 2.0
+    assert "step 2: the mismatch KL between trainer and engine is 0.5" in str(events["correction"]["reason"])
+    again = fake_state(state.config)
+    assert again.correction == Correction()
+    snapshot.restore(again, snapshot.take(state, None, None))
+    assert again.correction == Correction("truncate", 2.0)
+
+
+def test_a_correction_of_another_action_is_in_force_from_the_start() -> None:
+    assert mismatched(action="warn", correction="mask_sequences")[1] == [Correction("mask_sequences", 1.05)] * 6
+    assert mismatched(action="warn", correction="mask_tokens", clip=5)[1] == [Correction("mask_tokens", 5.0)] * 6

@@ -57,11 +57,13 @@ def run_config(model: Path, *, impl: str = "auto", dtype: str = "float32", seed:
     return RunConfig.model_validate({"model": table, "envs": [{"use": "none"}], "trainer": own, "seed": seed})
 
 
-def sample(rng: np.random.Generator, prompt: np.ndarray, answer: int, version: int, advantage: float) -> TrainSample:
+def sample(
+    rng: np.random.Generator, prompt: np.ndarray, answer: int, version: int, advantage: float, surprise: float = 1.0
+) -> TrainSample:
     tokens = np.concatenate([prompt, rng.integers(3, VOCAB, answer)]).astype("<i4")
     length, first = len(tokens), len(prompt)
     sampled = np.arange(length) >= first
-    logprobs = np.where(sampled, -rng.exponential(1.0, length), 0.0).astype("<f4")
+    logprobs = np.where(sampled, -rng.exponential(surprise, length), 0.0).astype("<f4")
     versions = np.where(sampled, version, -1).astype("<i4")
     header = SampleHeader(length, ((first, answer),), version, version, 0.8)
     credit = Credit(advantages=((length, advantage),), rl=((length, 1.0),))
@@ -69,13 +71,16 @@ def sample(rng: np.random.Generator, prompt: np.ndarray, answer: int, version: i
     return TrainSample(header, credit, msgspec.msgpack.encode(body))
 
 
-def samples(seed: int, version: int = 0, groups: int = 3, size: int = 4) -> list[TrainSample]:
-    """Groups that share a prompt, answers of uneven length, advantages of both signs."""
+def samples(seed: int, version: int = 0, groups: int = 3, size: int = 4, surprise: float = 1.0) -> list[TrainSample]:
+    """Groups that share a prompt, answers of uneven length, advantages of both signs. At a `surprise` of 4 the sampler
+    finds about as many tokens more probable than the model as less."""
     rng = np.random.default_rng(seed)
     made = []
     for _ in range(groups):
         prompt = rng.integers(3, VOCAB, int(rng.integers(1, 6)))
-        made += [sample(rng, prompt, int(rng.integers(1, 14)), version, float(rng.normal())) for _ in range(size)]
+        made += [
+            sample(rng, prompt, int(rng.integers(1, 14)), version, float(rng.normal()), surprise) for _ in range(size)
+        ]
     return made
 
 

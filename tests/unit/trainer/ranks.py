@@ -23,7 +23,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from prl.errors import ConfigError, EnvironmentNotFit
-from prl.messages import TrainBatch
+from prl.messages import Correction, TrainBatch
 from prl.rows import assemble
 from prl_trainer_fsdp.optim.optimizer import clip
 from prl_trainer_fsdp.parallel import mesh
@@ -49,11 +49,17 @@ PROBES = [[5, 9, 3, 7], [4, 4, 8], [1, 30, 2, 17, 11]]
 
 def updates(step: int) -> list[list[Any]]:
     """The samples of a step, by update. The second step is two updates; of the third all ranks but one have nothing."""
-    made = samples(step, step - 1)
+    made = samples(step, step - 1, surprise=4.0 if step == 4 else 1.0)
     return {2: [made[:8], made[8:]], 3: [made[:1]]}.get(step, [made])
 
 
 STEPS = (1, 2, 3, 4, 5)
+CORRECTIONS = {
+    2: Correction("mask_tokens", 30.0),
+    4: Correction("truncate", 1.5),
+    5: Correction("mask_sequences", 30.0),
+}
+"""By step; each holds for about half of the tokens."""
 
 
 def dealt(step: int, ranks: int) -> list[TrainBatch]:
@@ -62,6 +68,8 @@ def dealt(step: int, ranks: int) -> list[TrainBatch]:
     for part in parts[1:]:
         for batch, more in zip(parts[0], part, strict=True):
             batch.updates += more.updates
+    for batch in parts[0]:
+        batch.correction = CORRECTIONS.get(step, batch.correction)
     return parts[0]
 
 

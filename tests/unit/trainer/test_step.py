@@ -14,6 +14,7 @@ from prl.messages import TrainBatch
 from prl.rows import assemble
 from prl.testing.fakes import samples_of
 from prl.testing.numerics import assert_parity, assert_same_bits
+from prl_trainer_fsdp.corrections import NONE, correct
 from prl_trainer_fsdp.rows import device_row
 from prl_trainer_fsdp.trainer import Trainer
 
@@ -187,7 +188,7 @@ def test_mismatch_is_zero_for_the_trainers_own_probabilities(trainer: Trainer) -
     row.sampler_logprobs.index_copy_(0, row.targets, logprobs.detach())
     metrics = StepMetrics(CPU)
     inputs = row.loss_inputs(logprobs, entropy, 0, {"rl": 1.0})
-    metrics.add_row(row, inputs, trainer.learner.loss(inputs))
+    metrics.add_row(row, correct(inputs, NONE), trainer.learner.loss(inputs))
     found = metrics.reduce()
     assert found["mismatch/kl"] == 0 and found["mismatch/mean_exp"] == 1 and found["mismatch/p99"] < 1e-8
 

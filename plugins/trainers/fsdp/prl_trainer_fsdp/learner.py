@@ -15,6 +15,7 @@ from prl.adapters import peft_name
 from prl.config.schema import ModelTable
 from prl.errors import RunFailed
 from prl.loss import Loss, LossInputs, LossOutputs
+from prl.messages import Correction
 from prl.rows import PackedRow
 from prl_models.batch import PackedBatch
 from prl_models.blocks.context import sum_over_context
@@ -22,6 +23,7 @@ from prl_models.blocks.lora import is_adapter
 from prl_models.provider import Gather
 from prl_trainer_fsdp.assembly import assemble
 from prl_trainer_fsdp.config import FsdpConfig
+from prl_trainer_fsdp.corrections import NONE, Corrected, correct
 from prl_trainer_fsdp.metrics import StepMetrics
 from prl_trainer_fsdp.optim import Optimizer, clip
 from prl_trainer_fsdp.optim.schedules import learning_rate
@@ -44,8 +46,12 @@ class _Computed:
 
     real: bool
     row: DeviceRow
-    inputs: LossInputs
+    corrected: Corrected
     outputs: LossOutputs
+
+    @property
+    def inputs(self) -> LossInputs:
+        return self.corrected.inputs
 
 
 class Learner:
@@ -93,8 +99,8 @@ class Learner:
         """
         return self.train([Update(rows, denominators)], version)
 
-    def train(self, updates: Sequence[Update], version: int) -> dict[str, float]:
-        """Optimiser steps one after another, as many on all ranks; their metrics together.
+    def train(self, updates: Sequence[Update], version: int, correction: Correction = NONE) -> dict[str, float]:
+        """Optimiser steps one after another, as many on all ranks, under one correction; their metrics together.
 
         `train/loss` and `train/grad_norm` are means over the updates, `train/lr` is the last one's. What policy
         `version` sampled counts as mismatch in the first update only: then the parameters have moved.
@@ -106,7 +112,7 @@ class Learner:
         norms, rate = [], 0.0
         for index, update in enumerate(updates):
             for row in self._computed(update.rows):
-                computed = self._forward(row, update.denominators, version)
+                computed = self._forward(row, update.denominators, version, correction)
                 self._accumulate(computed)
                 self._book(computed, metrics, moved=index > 0)
             self.mark("optimizer")
@@ -148,15 +154,17 @@ class Learner:
         """Rows without tokens are computed only where other ranks may have some."""
         return [row for row in rows if row.num_tokens or self.runtime.world > 1]
 
-    def _forward(self, row: PackedRow, denominators: dict[str, float], version: int) -> _Computed:
+    def _forward(
+        self, row: PackedRow, denominators: dict[str, float], version: int, correction: Correction = NONE
+    ) -> _Computed:
         self.mark("rows")
         real = row.num_tokens > 0
         self._check_tokens(row)
         on_device = device_row(row if real else empty_row(), self.runtime.device, self.runtime.context)
         self.mark("forward")
         logprobs, entropy = self.model(on_device.batch)
-        inputs = on_device.loss_inputs(logprobs, entropy, version, denominators)
-        return _Computed(real, on_device, inputs, self.loss(inputs))
+        corrected = correct(on_device.loss_inputs(logprobs, entropy, version, denominators), correction)
+        return _Computed(real, on_device, corrected, self.loss(corrected.inputs))
 
     def _check_tokens(self, row: PackedRow) -> None:
         """On a GPU a token without an embedding would end the process without a word of it.
@@ -184,9 +192,9 @@ class Learner:
         """Every rank that shares a row knows all of it: the first counts."""
         self.mark("metrics")
         if computed.real and self.runtime.context_rank == 0:
-            metrics.add_row(computed.row, computed.inputs, computed.outputs, moved=moved)
+            metrics.add_row(computed.row, computed.corrected, computed.outputs, moved=moved)
         else:
-            metrics.add_nothing(computed.outputs)
+            metrics.add_nothing(computed.corrected, computed.outputs)
 
     def _update(self) -> tuple[float, float]:
         """Move the parameters along what was accumulated: the gradient's norm and the rate.

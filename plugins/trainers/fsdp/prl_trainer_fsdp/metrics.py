@@ -9,6 +9,9 @@ d = log p_trainer - log p_sampler:
     p99         99th percentile of |d|
     mean_exp    mean of e^|d|
 
+Under a correction (`prl_trainer_fsdp.corrections`) all of this is as without it, and `correction/` says of the trained
+tokens which share had its weight changed, the mean factor, and mean and maximum of e^d.
+
 The percentile comes from a histogram of |d| on a logarithmic scale, so it is the same however rows and ranks divide the
 tokens; a bin is 1.2 % wide.
 """
@@ -18,7 +21,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from prl.loss import LossInputs, LossOutputs
+from prl.loss import LossOutputs
+from prl_trainer_fsdp.corrections import Corrected
 from prl_trainer_fsdp.parallel.runtime import Runtime, max_over_ranks, sum_over_ranks
 from prl_trainer_fsdp.rows import DeviceRow
 
@@ -35,22 +39,22 @@ class StepMetrics:
         self._runtime = runtime
         self._sums: dict[str, list[tuple[Tensor | float, Tensor | float]]] = {}
         self._bins = {name: torch.zeros(_BINS, dtype=torch.float64, device=runtime.device) for name in _KINDS}
-        self._oldest = torch.zeros(1, dtype=torch.float64, device=runtime.device)
+        self._largest = torch.zeros(len(_MAXIMA), dtype=torch.float64, device=runtime.device)
 
     def add(self, name: str, total: Tensor | float, count: Tensor | float) -> None:
         self._sums.setdefault(name, []).append((total, count))
 
     @torch.no_grad()
-    def add_row(self, row: DeviceRow, inputs: LossInputs, outputs: LossOutputs, *, moved: bool = False) -> None:
-        """Book one row. `moved`: the parameters are no longer those of `inputs.version`, so nothing is mismatch."""
-        at = row.targets
+    def add_row(self, row: DeviceRow, corrected: Corrected, outputs: LossOutputs, *, moved: bool = False) -> None:
+        """Book one row. `moved`: the parameters are no longer those of its version, so nothing is mismatch."""
+        at, inputs = row.targets, corrected.inputs
         logprobs, entropy = (x.detach().index_select(0, at) for x in (inputs.logprobs, inputs.entropy))
         self.add("train/loss", outputs.loss.detach(), 0.0)
         self.add("train/entropy", entropy.sum(), len(at))
         self.add("train/tokens", float(len(row.sampled)), 0.0)
         self.add("train/trained_tokens", float(len(at)), 0.0)
-        for name, (total, count) in outputs.metrics.items():
-            self.add(f"loss/{name}", total, count)
+        for name, (total, count) in _others(corrected, outputs).items():
+            self.add(name, total, count)
         sampled = row.sampled.index_select(0, at)
         age = (inputs.version - row.versions.index_select(0, at)) * sampled
         difference = (logprobs - row.sampler_logprobs.index_select(0, at)).double()
@@ -60,12 +64,15 @@ class StepMetrics:
             self._add_difference(name, difference, where)
         self.add("staleness/token_mean", age.sum(), sampled.sum())
         if len(age):
-            self._oldest = torch.maximum(self._oldest, age.max().double())
+            largest = [
+                torch.as_tensor(x, dtype=torch.float64, device=age.device) for x in (age.max(), corrected.ratio_max)
+            ]
+            self._largest = torch.maximum(self._largest, torch.stack(largest))
 
-    def add_nothing(self, outputs: LossOutputs) -> None:
+    def add_nothing(self, corrected: Corrected, outputs: LossOutputs) -> None:
         """Of a row without tokens, or one that another rank counts: the same names."""
         names = [*_OF_ROWS, *(f"{kind}/{name}" for kind in _KINDS for name in ("kl", "mean_exp", "tokens"))]
-        for name in (*names, *(f"loss/{name}" for name in outputs.metrics)):
+        for name in (*names, *_others(corrected, outputs)):
             self.add(name, 0.0, 0.0)
 
     def _add_difference(self, name: str, difference: Tensor, where: Tensor) -> None:
@@ -85,7 +92,7 @@ class StepMetrics:
         values = torch.stack([torch.as_tensor(x, dtype=torch.float64, device=self._runtime.device) for x in flat])
         packed = torch.cat([values, *(self._bins[name] for name in _KINDS)])
         host = sum_over_ranks(packed, self._runtime).cpu()
-        oldest = float(max_over_ranks(self._oldest, self._runtime))
+        largest = max_over_ranks(self._largest, self._runtime).tolist()
         result: dict[str, float] = {}
         for name, (total, count) in zip(names, host[: len(flat)].view(-1, 2).tolist(), strict=True):
             if name in _SUMS:
@@ -96,13 +103,22 @@ class StepMetrics:
             quantile = _quantile(host[len(flat) + index * _BINS :][:_BINS], 0.99)
             if quantile is not None:
                 result[f"{name}/p99"] = quantile
-        result["staleness/token_max"] = oldest
+        result.update(zip(_MAXIMA, largest, strict=True))
+        if "correction/share" not in result:
+            del result["correction/ratio_max"]
         return result
 
 
 _KINDS = ("mismatch", "drift")
+_MAXIMA = ("staleness/token_max", "correction/ratio_max")
 _OF_ROWS = ("train/loss", "train/entropy", "train/tokens", "train/trained_tokens", "staleness/token_mean")
 _SUMS = ("train/loss", "train/tokens", "train/trained_tokens", "mismatch/tokens", "drift/tokens")
+
+
+def _others(corrected: Corrected, outputs: LossOutputs) -> dict[str, tuple[Tensor | float, Tensor | float]]:
+    """What the loss and the correction report of a row: the same names for every row and rank of a step."""
+    loss = {f"loss/{name}": pair for name, pair in outputs.metrics.items()}
+    return loss | {f"correction/{name}": pair for name, pair in corrected.metrics.items()}
 
 
 def _total(pairs: list[tuple[Tensor | float, Tensor | float]], part: int) -> Tensor | float:

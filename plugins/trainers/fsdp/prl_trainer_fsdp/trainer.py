@@ -65,7 +65,7 @@ class Trainer:
             )
         sent = share_in_row(lambda: batch.updates, list[TrainUpdate], self.runtime)
         updates = [Update([assemble(row) for row in update.rows], update.denominators) for update in sent]
-        metrics = self.learner.train(updates, batch.version)
+        metrics = self.learner.train(updates, batch.version, batch.correction)
         if self._blocked:  # since the step before
             metrics["time/checkpoint"], self._blocked = self._blocked, 0.0
         self.version += 1
