@@ -91,7 +91,7 @@ class Installer:
         """Returns when it is verified. One that is asked for meanwhile waits; the version held is not installed again.
 
         Raises:
-            WeightsError: it is not installed; the engine holds the version it held.
+            WeightsError: it could not be; the engine holds exactly one whole version, as `version` says.
         """
         # Once begun it is ended, whoever stops waiting for it: nobody else would let go what is held back.
         await asyncio.shield(asyncio.ensure_future(self._install(weights)))
@@ -109,12 +109,10 @@ class Installer:
                     self.last_error = ""
             except Exception as error:
                 self.last_error = str(error)
-                log.warning("version %d: %s", weights.version, error)
+                log.warning("version %d: %s; version %d is held", weights.version, error, self.version)
                 if isinstance(error, WeightsError):
                     raise
-                raise WeightsError(
-                    f"version {weights.version} was not installed, version {self.version} still is: {said(error)}"
-                ) from error
+                raise WeightsError(f"installing version {weights.version}: {said(error)}") from error
             finally:
                 self._enter("idle")
                 self._target = None
