@@ -172,8 +172,8 @@ def generation_table(rows: Rows) -> list[str]:
     lines += ["", "| a completion of | swaps | stall, median and worst | sequences across a swap | probes differ by |"]
     lines += ["|---|---|---|---|---|"]
     for row in own:
-        stalls = [swap["stall_s"] for swap in row["swaps"] if "stall_s" in swap]
-        apart = [swap["probe_difference"] for swap in row["swaps"] if "probe_difference" in swap]
+        stalls = [swap["swap_stall_s"] for swap in row["swaps"] if "swap_stall_s" in swap]
+        apart = [swap["probes_differ"] for swap in row["swaps"] if "probes_differ" in swap]
         cells = [
             f"{row['prompt']} + {row['tokens']} tokens",
             f"{len(row['swaps'])} by {row['channel']}",

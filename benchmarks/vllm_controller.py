@@ -80,7 +80,7 @@ class Driver:
         for measurement in self.asked["measurements"]:
             row = await self.measure(tasks, measurement)
             append(Path(self.asked["out"]), row)
-            say(f"{row['tokens_per_s']:,.0f} tokens/s, swaps {[swap.get('stall_s') for swap in row['swaps']]}")
+            say(f"{row['tokens_per_s']:,.0f} tokens/s, swaps {[swap.get('swap_stall_s') for swap in row['swaps']]}")
 
     async def measure(self, tasks: Sequence[Task], measurement: Found) -> Found:
         """One row: like the peer's, with what the weights did meanwhile and what each role cost."""
@@ -154,7 +154,7 @@ class Driver:
                 "train_s": round(trained - began, 4),
                 "publish_s": round(published - trained, 4),
                 "install_s": round(installed - published, 4),
-                **{key: info[key] for key in ("stall_s", "probe_difference") if key in info},
+                **{key: info[key] for key in ("swap_stall_s", "install_held_s", "probes_differ") if key in info},
             }
         )
 
@@ -191,7 +191,7 @@ def carried(outcomes: Sequence[Outcome]) -> Found:
         versions, counts = np.unique(segment.versions[segment.sampled], return_counts=True)
         tokens.update(dict(zip(versions.tolist(), counts.tolist(), strict=True)))
         crossing += len(versions) > 1
-    return {"versions": {str(version): tokens[version] for version in sorted(tokens)}, "crossing": crossing}
+    return {"token_versions": {str(version): tokens[version] for version in sorted(tokens)}, "crossing": crossing}
 
 
 def cpu_seconds(pid: int) -> float:

@@ -81,8 +81,8 @@ at_end = false
 
 def make_model(options: argparse.Namespace, folder: Path) -> int:
     """A folder with random weights and a tokenizer whose word "wN" is token N, so that a prompt's text is its tokens.
-    Its end token is one that the model cannot sample: every completion has the length that is asked for. Returns the
-    size of the vocabulary."""
+    The end token is the last one; prl's side samples it once in as many tokens as there are words, and has a shorter
+    completion then. Returns the size of the vocabulary."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -92,7 +92,7 @@ def make_model(options: argparse.Namespace, folder: Path) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() and not options.tiny else "cpu")
     size = int(shapes_of(shapes)["vocab_size"])
     write_model(shapes, folder, device, 0)
-    words = {f"w{number}": number for number in range(size)} | {"<end>": size}
+    words = {f"w{number}": number for number in range(size - 1)} | {"<end>": size - 1}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -116,10 +116,14 @@ def engine_arguments(options: argparse.Namespace) -> Found:
     longest = options.prompt + max(options.tokens) + 8
     found: Found = {"max_model_len": longest, "max_num_seqs": options.concurrency, "enable_prefix_caching": False}
     if options.tiny:
-        found |= {"enforce_eager": True, "dtype": "float32", "num_gpu_blocks_override": 2048}
+        found |= {"enforce_eager": True, "num_gpu_blocks_override": 2048}
     else:
-        found |= {"dtype": "bfloat16", "gpu_memory_utilization": 0.5}
+        found |= {"gpu_memory_utilization": 0.5}
     return found | options.engine_args
+
+
+def precision(options: argparse.Namespace) -> str:
+    return "float32" if options.tiny else "bfloat16"
 
 
 # --- vLLM alone --------------------------------------------------------------------------------------------------
@@ -133,7 +137,7 @@ def vllm_part(options: argparse.Namespace, model: Path, prompts: list[list[int]]
     request = {
         "model": str(model),
         "prompts": prompts,
-        "engine": engine_arguments(options),
+        "engine": {"dtype": precision(options), **engine_arguments(options)},
         "concurrency": options.concurrency,
         "measurements": asked,
         "seconds": options.seconds - 10,
@@ -191,7 +195,7 @@ def prepare(options: argparse.Namespace, model: Path, prompts: Path) -> Path:
     text = CONFIG.format(
         runs=json.dumps(str(model.parent / "runs")),
         model=json.dumps(str(model)),
-        dtype=json.dumps("float32" if options.tiny else "bfloat16"),
+        dtype=json.dumps(precision(options)),
         env=json.dumps(f"{HERE / 'vllm_generation_env.py'}:Prompts"),
         prompts=json.dumps(str(prompts)),
         row_tokens=4 * (options.prompt + max(options.tokens)),
@@ -353,7 +357,7 @@ def main(argv: Sequence[str]) -> int:
         rng = random.Random(0)
         size = make_model(options, model)
         most = max(measurement["requests"] for measurement in measurements(options))
-        ids = [[rng.randrange(size) for _ in range(options.prompt)] for _ in range(most)]
+        ids = [[rng.randrange(size - 1) for _ in range(options.prompt)] for _ in range(most)]
         prompts.write_text(json.dumps(ids))
         for part in options.parts:
             made = vllm_part(options, model, ids) if part == "vllm" else prl_part(options, model, prompts)

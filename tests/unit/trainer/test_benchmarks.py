@@ -114,7 +114,7 @@ def test_orchestration_is_compared_with_the_best_of_vllm_alone(tmp_path: Path) -
     rows = [{**vllm, "mode": "queue", "logprobs": False, "tokens_per_s": 30000.0}]
     rows += [{**vllm, "mode": "closed", "logprobs": True, "tokens_per_s": 28000.0}]
     rows += [{**vllm, "mode": "queue", "logprobs": False, "tokens_per_s": 90000.0, "tokens": 64}]
-    swaps = [{"stall_s": 0.2, "probe_difference": 0.03}, {"stall_s": 0.1}]
+    swaps = [{"swap_stall_s": 0.2, "probes_differ": 0.03}, {"swap_stall_s": 0.1}]
     own = {"side": "prl", **about, "tokens_per_s": 27000.0, "swaps": swaps, "crossing": 512, "channel": "cuda_ipc"}
     rows = generation.with_ratios([*rows, own])
     assert rows[-1]["ratio"] == 0.9
