@@ -21,7 +21,7 @@ PART_OF = {"pydantic_core": "pydantic"}
 PEERS = {"trl", "datasets", "flash_attn", "vllm"}
 """Measured against where they are installed."""
 
-BROUGHT = {"prl-engine-vllm": {"vllm", "torch", "safetensors"}}
+BROUGHT = {"prl-engine-vllm": {"vllm", "torch", "safetensors", "uvicorn"}}
 """What the other interpreter has, under which the process of a distribution runs."""
 
 OPTIONAL = {"pytest", "uvloop", "flash_attn", "liger_kernel", "quack", "renderers"}

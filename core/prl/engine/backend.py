@@ -30,9 +30,13 @@ Deliver = Callable[[list[Result]], None]
 class Backend(Protocol):
     """An engine without its wire. Every method is called on the event loop and none of them may block it."""
 
-    version: int
-    """Installed and verified."""
-    incarnation: int
+    @property
+    def version(self) -> int:
+        """Installed and verified."""
+        ...
+
+    @property
+    def incarnation(self) -> int: ...
 
     def start(self, deliver: Deliver) -> None:
         """Called once, before anything else."""

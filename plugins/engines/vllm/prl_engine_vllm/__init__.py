@@ -2,8 +2,13 @@
 
 plugin, config   the declaration
 engine           what the plan runs and how to reach it; interpreter: which Python has vLLM
+__main__         the process; settings: variables that vLLM reads; lastwords: what vLLM said before it gave up
+arguments        from the table to `vllm serve`'s arguments, through vLLM's own parser
+backend          what `prl.engine` serves: generation and installing weights, joined
+generation       requests in, tokens out, the versions of tokens; flights: requests in flight; gauges: how full it is;
+                 outbox: what goes to the engine core
 gate             what installing weights needs of generation
-install          one version of the weights, whole and verified or not at all; probes: what they must reproduce
-worker           what is added to vLLM's workers: reading versions; reload: putting them into vLLM's model
-adapters         versions that are low-rank adapters
+install          from an announced version to a verified one; worker: its half in vLLM's workers; reload: into the
+                 model; probes: the comparison; adapters: low-rank ones, beside the weights
+http             vLLM's own HTTP interface behind the run's token
 """

@@ -51,9 +51,10 @@ def gpus_of(own: VllmConfig) -> int:
 
 
 def distributions(config: RunConfig) -> tuple[str, ...]:
-    """What of this installation the engine's process needs: the core, this plugin and the channel's."""
+    """What of this installation the engine's process needs: the core, this plugin, the channel's, and the trainer's,
+    whose table says whether adapters are trained."""
     found = ["prl-core", "prl-engine-vllm"]
-    if not files.is_reference(config.channel.use):
-        channel = registry.names("channels").get(config.channel.use)
-        found += [channel.distribution] if channel is not None else []
+    for table in (config.channel, config.trainer):
+        entry = None if files.is_reference(table.use) else registry.names(table.kind).get(table.use)
+        found += [entry.distribution] if entry is not None else []
     return tuple(dict.fromkeys(found))
