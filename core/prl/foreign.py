@@ -24,6 +24,9 @@ from prl.errors import EnvironmentNotFit
 
 PROBE_TIMEOUT_S = 60.0
 
+_OURS_ALONE = {"PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__"}
+"""Variables that another interpreter must not inherit."""
+
 _PROBE = """
 import importlib.metadata, importlib.util, json, sys
 distributions = {name: None for name in sys.argv[1].split(",") if name}
@@ -47,14 +50,18 @@ class Found(msgspec.Struct, frozen=True):
 
 
 def probe(python: str | Path, distributions: Sequence[str], modules: Sequence[str] = ()) -> Found:
-    """Ask an interpreter what is installed there. It imports nothing of that: about 0.1 s.
+    """Ask an interpreter what is installed there, or is on the PYTHONPATH that it would have. It imports nothing of
+    that: about 0.1 s.
 
     Raises:
         EnvironmentNotFit: it cannot be run.
     """
-    argv = [str(python), "-I", "-c", _PROBE, ",".join(distributions), ",".join(modules)]
-    try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=True)
+    argv = [os.path.abspath(python), "-c", _PROBE, ",".join(distributions), ",".join(modules)]
+    seen = {name: value for name, value in os.environ.items() if name not in _OURS_ALONE}
+    try:  # from "/", where no file can be taken for a module
+        done = subprocess.run(
+            argv, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=True, env=seen, cwd="/"
+        )
         version, versions, missing = json.loads(done.stdout)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         raise EnvironmentNotFit(f"{python} cannot be run as a Python interpreter: {error}") from error
@@ -92,9 +99,7 @@ def variables(folder: Path) -> dict[str, str]:
     """This process's environment, with the links first on PYTHONPATH."""
     former = os.environ.get("PYTHONPATH")
     found = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{former}" if former else str(folder)}
-    for name in ("PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__"):
-        found.pop(name, None)
-    return found
+    return {name: value for name, value in found.items() if name not in _OURS_ALONE}
 
 
 def _same(python: str | Path) -> bool:
