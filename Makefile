@@ -9,10 +9,11 @@ PROJECTS := $(wildcard core/pyproject.toml cli/pyproject.toml plugins/*/pyprojec
 PACKAGES := core/prl cli/prl_cli $(wildcard plugins/*/prl_*) $(wildcard plugins/*/*/prl_*)
 PYTEST := $(BIN)/python -m pytest -rs
 
-.PHONY: help setup lint test test-slow test-gpu demo bench-peer bench-overlap bench-dataplane bench-generation bench-vllm bench-trainer bench-head bench-kernels clean
+.PHONY: help setup vllm lint test test-slow test-gpu demo bench-peer bench-overlap bench-dataplane bench-generation bench-vllm bench-trainer bench-head bench-kernels clean
 
 help:
 	@echo "make setup            create .venv and install every distribution into it"
+	@echo "make vllm             vLLM for a CPU in an environment of its own, in the user's cache; make test does it too"
 	@echo "make demo             a complete run on this machine: warm-up, reinforcement learning, evaluation, a summary"
 	@echo "make test             the tests that take seconds; skipped ones are listed with their reason"
 	@echo "make test-slow        the tests that take minutes: whole runs, wheels built and installed"
@@ -43,16 +44,22 @@ $(TEST_STAMP): requirements-test.txt $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-test.txt
 	@touch $@
 
+vllm: setup
+	$(BIN)/python plugins/engines/vllm/make_cpu.py
+
 lint: $(TEST_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(PACKAGES)
 	$(BIN)/lint-imports --no-cache
 
+# Without vLLM its tests are skipped, and say why.
 test: $(TEST_STAMP)
+	-@$(BIN)/python plugins/engines/vllm/make_cpu.py
 	$(PYTEST) -m "not slow and not gpu" tests
 
 test-slow: $(TEST_STAMP)
+	-@$(BIN)/python plugins/engines/vllm/make_cpu.py
 	$(PYTEST) -m "slow and not gpu" tests
 
 test-gpu: $(TEST_STAMP)
