@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import multiprocessing
 import os
@@ -29,6 +30,8 @@ from prl_engine_vllm.worker import Setup
 
 log = logging.getLogger(__name__)
 
+GARBAGE = (50_000, 20, 100)
+"""Thresholds of Python's collector. Tokens come as objects that are in no cycle: only their number sets it off."""
 WARM_UP = [[1, 2, 3, 4]]
 """Scored once before the engine registers: the first request took 6 to 12 s on a CPU."""
 
@@ -59,6 +62,7 @@ async def serve(process: role.RoleProcess) -> None:
     server = Server(process.token, engine.handlers())
     address = server.start()
     deadline.met()
+    collect_garbage_rarely()
     tasks: list[asyncio.Task[Any]] = []
     try:
         welcome = await process.register({}, address=address, info=about(llm, url))
@@ -116,6 +120,15 @@ def build_installer(
     setup = Setup(channel.use, channel.own, list(config.faults), replica, config.seed)
     room = Adapters(llm, run_dir / "engine" / f"adapters-{replica}") if llm.vllm_config.lora_config else None
     return Installer(llm, gate, setup, timeout_s=own.install_timeout_s, adapters=room)
+
+
+def collect_garbage_rarely() -> None:
+    """Leave out what is there by now, vLLM's and torch's modules, and look at the rest less often. With Python's own
+    settings every token cost 39 us of this process at 512 requests, and a step up to 0.8 s: more than one core at
+    31,000 tokens/s. With these it is 13 us, and 0.04 s."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*GARBAGE)
 
 
 def about(llm: Any, url: str) -> dict[str, Any]:
