@@ -34,6 +34,8 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 RESULT = HERE / "results" / "vllm_generation.json"
 PARTS = ("vllm", "prl")
+MODES = (("queue", False), ("closed", True))
+"""How vLLM is measured: the fastest way there is, and the nearest to what a run asks of it."""
 WORDS = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 TINY = {
     "model_type": "qwen3",
@@ -103,10 +105,11 @@ def make_model(options: argparse.Namespace, folder: Path) -> int:
 
 
 def measurements(options: argparse.Namespace) -> list[Found]:
-    """Tokens of a completion and how many of them, for each length: about the same number of tokens in each."""
+    """Tokens of a completion and how many of them, for each length."""
     found = []
     for tokens in options.tokens:
-        requests = max(2 * options.concurrency, options.total // tokens // options.concurrency * options.concurrency)
+        times = options.total // max(tokens, options.prompt) // options.concurrency
+        requests = max(2, times) * options.concurrency
         found.append({"tokens": tokens, "requests": requests, "concurrency": options.concurrency})
     return found
 
@@ -132,7 +135,7 @@ def precision(options: argparse.Namespace) -> str:
 def vllm_part(options: argparse.Namespace, model: Path, prompts: list[list[int]]) -> Iterator[Found]:
     asked = []
     for measurement in measurements(options):
-        for mode, logprobs in (("queue", False), ("closed", False), ("closed", True)):
+        for mode, logprobs in MODES:
             asked.append({**measurement, "mode": mode, "logprobs": logprobs})
     request = {
         "model": str(model),
@@ -318,7 +321,7 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=0, help="tokens of a prompt: 256, tiny 32")
     parser.add_argument("--tokens", type=numbers, default=[], help="of a completion: 512,64, tiny 96,16")
     parser.add_argument("--concurrency", type=int, default=0, help="512, tiny 16")
-    parser.add_argument("--total", type=int, default=0, help="tokens sampled in each measurement: 1,048,576")
+    parser.add_argument("--total", type=int, default=0, help="tokens in each measurement: 1,048,576, tiny 8,192")
     parser.add_argument("--swap-every", type=float, default=10.0)
     parser.add_argument("--python", default=interpreter(), help="the interpreter that has vLLM")
     parser.add_argument("--seconds", type=float, default=290.0, help="limit of each part")
@@ -368,7 +371,7 @@ def main(argv: Sequence[str]) -> int:
                 options.out.write_text(json.dumps(with_ratios(rows), indent=1) + "\n")
                 shown = ("side", "mode", "logprobs", "tokens", "requests", "tokens_per_s", "ratio", "crossing", "cores")
                 print(", ".join(f"{key} {rows[-1][key]}" for key in shown if key in rows[-1]), flush=True)
-    expected = len(measurements(options)) * sum({"vllm": 3, "prl": 1}[part] for part in options.parts)
+    expected = len(measurements(options)) * sum({"vllm": len(MODES), "prl": 1}[part] for part in options.parts)
     return 0 if found == expected else 1
 
 

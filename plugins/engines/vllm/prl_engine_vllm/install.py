@@ -71,6 +71,7 @@ class Installer:
         self.state: State = "idle"
         self.swap_stall_s = 0.0
         self.held_s = 0.0
+        self.probes_differ = 0.0
         self.installs = 0
         self.last_error = ""
         self._llm = llm
@@ -123,6 +124,7 @@ class Installer:
             "installs": self.installs,
             "swap_stall_s": round(self.swap_stall_s, 4),
             "install_held_s": round(self.held_s, 4),
+            "probes_differ": self.probes_differ,
         }
         if self._target is not None:
             found["installing"] = self.doing
@@ -193,7 +195,7 @@ class Installer:
                 await self._gate.resume(weights.version, weights.incarnation)
             self.swap_stall_s = time.monotonic() - started
             async with self._state("verified"):
-                worst = await probes.check(self._gate, read.probes, read.tolerance, ranks=self._ranks)
+                self.probes_differ = await probes.check(self._gate, read.probes, read.tolerance, ranks=self._ranks)
         except Exception as error:
             await self._put_back(error, generated=generated)
             raise
@@ -204,7 +206,7 @@ class Installer:
         log.info(
             "version %d installed: generation stood still for %.3f s, answers were held for %.3f s, probes differ by "
             "%.2g (allowed is %.2g)",
-            weights.version, self.swap_stall_s, self.held_s, worst, read.tolerance,
+            weights.version, self.swap_stall_s, self.held_s, self.probes_differ, read.tolerance,
         )  # fmt: skip
 
     async def _put_back(self, why: Exception, *, generated: bool) -> None:
@@ -268,14 +270,16 @@ class Installer:
             lora = await adapters.load(folder, weights.version)
         try:
             async with self._state("verified"):
-                worst = await probes.check(self._gate, read.probes, read.tolerance, ranks=self._ranks, lora=lora)
+                self.probes_differ = await probes.check(
+                    self._gate, read.probes, read.tolerance, ranks=self._ranks, lora=lora
+                )
         except Exception:
             await adapters.remove_unused(in_use())
             raise
         self._gate.serve_adapter(weights.version, weights.incarnation, lora)
         self._hold(weights, read)
         await adapters.remove_unused(in_use())
-        log.info("version %d serves as adapters, probes differ by %.2g", weights.version, worst)
+        log.info("version %d serves as adapters, probes differ by %.2g", weights.version, self.probes_differ)
 
     # --- states, deadlines, workers -------------------------------------------------------------------------
 
