@@ -7,10 +7,13 @@ handed one.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import logging
 import os
 import random
 import signal
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +22,8 @@ from typing import Literal
 import msgspec
 
 from prl.errors import PrlError
+
+log = logging.getLogger(__name__)
 
 VARIABLE = "PRL_FAULTS"
 
@@ -30,7 +35,8 @@ class Fault:
     Args:
         role: the role it happens in, or "*".
         point: the seam, such as "engine.generate" or "wire.send"; "*" is every one.
-        action: kill (SIGKILL this process), delay (`seconds`), drop (a message), error (fail the request), disk_full.
+        action: kill (SIGKILL this process), delay (`seconds`), drop (a message), error (fail the request), disk_full,
+            cut (every connection that others have made to this process).
         at: the n-th time the point is passed, counted from 1; 0 means by `probability`.
         only: restrict "wire.send" to one method.
         replica: restrict to one replica of the role; -1 is every one.
@@ -38,7 +44,7 @@ class Fault:
 
     role: str
     point: str
-    action: Literal["kill", "delay", "drop", "error", "disk_full"]
+    action: Literal["kill", "delay", "drop", "error", "disk_full", "cut"]
     at: int = 0
     probability: float = 0.0
     seconds: float = 0.0
@@ -62,6 +68,7 @@ class _Active:
                 continue
             self.counts[index] += 1
             if self.counts[index] == fault.at or (fault.at == 0 and self.random.random() < fault.probability):
+                log.warning("fault injection: %s at %s", fault.action, point)
                 return fault
         return None
 
@@ -94,6 +101,8 @@ def point(name: str) -> None:
         raise InjectedFault(f"fault injection failed {name}")
     elif fault.action == "disk_full":
         raise OSError(errno.ENOSPC, "No space left on device (fault injection)")
+    elif fault.action == "cut":
+        cut_connections()
 
 
 def drops(name: str, only: str) -> bool:
@@ -106,3 +115,28 @@ def drops(name: str, only: str) -> bool:
     if fault.action == "delay":
         time.sleep(fault.seconds)
     return fault.action == "drop"
+
+
+def cut_connections() -> int:
+    """Shut down the TCP connections that were made to a port on which this process listens, as a network that fails
+    would; how many there were. Both ends see it. Those that this process made itself stay. Linux only."""
+    listening, connected = set(), []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError, ValueError):
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            found = socket.socket(fileno=os.dup(int(name)))
+            if found.family not in (socket.AF_INET, socket.AF_INET6) or found.type != socket.SOCK_STREAM:
+                found.close()
+            elif found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                listening.add(found.getsockname()[1])
+                found.close()
+            else:
+                connected.append(found)
+    count = 0
+    for found in connected:
+        with found, contextlib.suppress(OSError):
+            if found.getsockname()[1] in listening:
+                found.shutdown(socket.SHUT_RDWR)
+                count += 1
+    return count

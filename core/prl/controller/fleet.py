@@ -34,13 +34,15 @@ EndEngine = Callable[[Connection, str], None]
 
 @dataclass(eq=False)
 class Engine:
-    """One registered engine. `holds` is the version it serves with, None before its first one is verified; `reading`
-    the one that is being installed. `task` brings it to the newest version, and returns why that was not possible."""
+    """One registered engine. `holds` is the version it serves with, None before it has caught up; `reading` the one
+    that is being installed; `late` says that it has one, and that there was a newer one by then. `task` brings it to
+    the newest version, and returns why that was not possible."""
 
     connection: Connection
     client: EngineClient
     holds: WeightsRef | None = None
     reading: WeightsRef | None = None
+    late: bool = False
     task: asyncio.Task[PrlError | None] | None = None
     since: float = field(default_factory=time.monotonic)
 
@@ -123,14 +125,14 @@ class WireFleet:
 
     async def install(self, weights: WeightsRef) -> None:
         """Bring every engine to `weights`; return when at least one serves it and none serves another. An engine that
-        joins meanwhile is waited for only if there is no other.
+        joins is waited for only if there is no other, or once it has installed a version and is still behind.
 
         Raises:
             WeightsError: every engine refused it. RunFailed: no engine is left, and none came back in time.
         """
         self._current = weights
-        waited = [e for e in self.engines.values() if e.task is None or e.serves]
-        waited = [e for e in waited if not e.connection.leaving]
+        present = [engine for engine in self.engines.values() if not engine.connection.leaving]
+        waited = [engine for engine in present if engine.task is None or engine.serves or engine.late]
         errors = await asyncio.gather(*(self._driven(engine) for engine in waited))
         failed = [(engine, error) for engine, error in zip(waited, errors, strict=True) if error is not None]
         refusal = next((error for _, error in failed if isinstance(error, WeightsError)), None)
@@ -163,8 +165,11 @@ class WireFleet:
                     return None
                 if error is not None:
                     return error
-                engine.holds = weights
                 engine.reading = None
+                if engine.holds is None and weights != self._current:
+                    engine.late = True  # it does not serve what the others have left behind; the next one waits for it
+                else:
+                    engine.holds = weights
             return None
         finally:
             engine.reading = engine.task = None

@@ -17,6 +17,7 @@ from prl import faults
 from prl.engine import methods
 from prl.engine.backend import Backend, Result
 from prl.engine.methods import Failure
+from prl.errors import WeightsError
 from prl.faults import InjectedFault
 from prl.messages import NOTHING, EngineHealth, Generation, Nothing, WeightsRef
 from prl.role import RoleProcess
@@ -35,6 +36,8 @@ class EngineServer:
         self.paused = False
         self._pausing = asyncio.Lock()
         self._installing = asyncio.Lock()
+        self._installed: WeightsRef | None = None
+        """The last one, if nothing went wrong since."""
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         backend.start(self._deliver)
@@ -95,7 +98,7 @@ class EngineServer:
         by_peer: dict[Any, list[methods.Finished]] = {}
         for result in results:
             peer, request_id = result.key
-            generation = _spoiled(result.generation)
+            generation = _sendable(_spoiled(result.generation))
             by_peer.setdefault(peer, []).append(methods.Finished(request_id, generation, result.failure))
         for peer, finished in by_peer.items():
             peer.notify(methods.FINISHED, methods.FinishedBatch(finished))
@@ -120,8 +123,20 @@ class EngineServer:
         return NOTHING
 
     async def _install(self, peer: Peer, weights: WeightsRef) -> Nothing:
+        """One at a time, in the order asked for. What is installed already is not installed again: its acknowledgement
+        was lost."""
+        faults.point("engine.announced")
         async with self._installing:
-            await self.backend.install(weights)
+            if weights.incarnation < self.backend.incarnation:
+                raise WeightsError(
+                    f"version {weights.version} is of incarnation {weights.incarnation} of the trainer, and this "
+                    f"engine has heard of incarnation {self.backend.incarnation}"
+                )
+            if weights != self._installed:
+                self._installed = None
+                await self.backend.install(weights)
+                self._installed = weights
+        faults.point("engine.acknowledged")
         return NOTHING
 
     def _health(self, peer: Peer, request: Nothing) -> EngineHealth:
@@ -139,3 +154,13 @@ def _spoiled(generation: Generation | None) -> Generation | None:
         if generation is not None:
             return msgspec.structs.replace(generation, logprobs=[math.nan] * len(generation.logprobs))
     return generation
+
+
+def _sendable(generation: Generation | None) -> Generation | None:
+    """A log-probability that is None, which an inference library may give, would make the message unreadable, and with
+    it every answer that it carries. As NaN it fails that turn alone."""
+    if generation is None or None not in generation.logprobs:
+        return generation
+    return msgspec.structs.replace(
+        generation, logprobs=[math.nan if value is None else value for value in generation.logprobs]
+    )

@@ -1,7 +1,8 @@
 """Which engine answers a turn, and what happens when it does not.
 
-A conversation stays with the engine that holds its prefix unless that one is clearly busier than another. A lost engine
-is passed over for a moment that doubles with every failure; a turn is tried again until its deadline, because an engine
+A conversation stays with the engine that holds its prefix unless that one is clearly busier than another; a new one
+goes to the idlest, and of several to the one that was chosen longest ago. A lost engine is passed over for a moment
+that doubles with every failure, and is connected to again; a turn is tried again until its deadline, because an engine
 that comes back is announced by the controller.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -27,14 +29,24 @@ AFFINITY_SLACK = 16
 Connect = Callable[[str], EngineClient]
 
 
-class Engine:
-    """One engine as the router sees it. `serving` engines take new turns; others only finish what they have."""
+class Line:
+    """One connection to an engine, and how many turns are waited for over it."""
 
-    def __init__(self, address: EngineAddress, client: EngineClient) -> None:
-        self.replica = address.replica
-        self.address = address.address
+    def __init__(self, client: EngineClient) -> None:
         self.client = client
         self.load = 0
+
+
+class Engine:
+    """One engine as the router sees it. `serving` engines take new turns; others only finish what they have. `picked`
+    says when it was last chosen, by a count."""
+
+    def __init__(self, address: EngineAddress, line: Line) -> None:
+        self.replica = address.replica
+        self.address = address.address
+        self.line = line
+        self.load = 0
+        self.picked = 0
         self.serving = True
         self.failures = 0
         self.usable_at = 0.0
@@ -52,6 +64,7 @@ class Router:
         self._engines: dict[str, Engine] = {}
         self._changed = asyncio.Event()
         self._closing: set[asyncio.Task[None]] = set()
+        self._picks = itertools.count(1)
         self.retries = 0
 
     @property
@@ -71,14 +84,13 @@ class Router:
                 self._let_go(engine)
         for address in addresses:
             known = self._engines.get(address.address)
-            if known is not None and known.failures:
-                known.serving = False
-                self._let_go(known, force=True)
-                known = None
             if known is None:
-                self._engines[address.address] = Engine(address, self._connect(address.address))
-            else:
-                known.serving = True
+                self._engines[address.address] = Engine(address, Line(self._connect(address.address)))
+                continue
+            known.serving = True
+            if known.failures:
+                self._connect_again(known)
+                known.failures, known.usable_at = 0, 0.0
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -94,23 +106,34 @@ class Router:
                 await self._wait()
                 continue
             owner.engine = engine
+            engine.picked = next(self._picks)
+            line = engine.line
             engine.load += 1
+            line.load += 1
             try:
-                generation = await engine.client.generate(request)
-                engine.failures = 0
+                generation = await line.client.generate(request)
+                if line is engine.line:
+                    engine.failures = 0
                 return generation
             except WireError as error:
-                self._failed(engine, error)
+                if line is engine.line:
+                    self._failed(engine, error)
+                self.retries += 1
             finally:
                 engine.load -= 1
+                line.load -= 1
                 if not engine.serving:
                     self._let_go(engine)
+                if line is not engine.line and not line.load:
+                    self._close(line)
 
     def _pick(self, own: Engine | None) -> Engine | None:
         now = asyncio.get_running_loop().time()
         best: Engine | None = None
         for engine in self._engines.values():
-            if engine.serving and engine.usable_at <= now and (best is None or engine.load < best.load):
+            if not engine.serving or engine.usable_at > now:
+                continue
+            if best is None or (engine.load, engine.picked) < (best.load, best.picked):
                 best = engine
         if own is not None and best is not None and own.serving and own.usable_at <= now:
             return own if own.load <= best.load + AFFINITY_SLACK else best
@@ -127,27 +150,36 @@ class Router:
                 await changed.wait()
 
     def _failed(self, engine: Engine, error: WireError) -> None:
-        self.retries += 1
         now = asyncio.get_running_loop().time()
         if engine.usable_at <= now:  # many requests fail with one engine: count that once
             if not engine.failures:
                 log.warning("engine %d at %s: %s; its turns are tried again", engine.replica, engine.address, error)
+            else:
+                self._connect_again(engine)  # twice in a row: it may be the connection that is cut
             pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**engine.failures)
             engine.failures += 1
             engine.usable_at = now + pause
 
-    def _let_go(self, engine: Engine, *, force: bool = False) -> None:
-        if engine.load and not force:
+    def _connect_again(self, engine: Engine) -> None:
+        """New turns get a new connection; turns that wait over the former one are not disturbed."""
+        former, engine.line = engine.line, Line(self._connect(engine.address))
+        if not former.load:
+            self._close(former)
+
+    def _let_go(self, engine: Engine) -> None:
+        if engine.load or self._engines.get(engine.address) is not engine:
             return
-        if self._engines.get(engine.address) is engine:
-            del self._engines[engine.address]
-        task = asyncio.get_running_loop().create_task(engine.client.close())
+        del self._engines[engine.address]
+        self._close(engine.line)
+
+    def _close(self, line: Line) -> None:
+        task = asyncio.get_running_loop().create_task(line.client.close())
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
     async def close(self) -> None:
         for engine in list(self._engines.values()):
-            await engine.client.close()
+            await engine.line.client.close()
         self._engines.clear()
 
 

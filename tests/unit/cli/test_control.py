@@ -52,6 +52,7 @@ class Controller:
 
     def _answer(self, peer: object, request: ControlRequest) -> ControlReply:
         self.asked.append(request.action)
+        self.engines = request.engines
         return self._reply
 
     def __enter__(self) -> Controller:
@@ -76,6 +77,20 @@ def test_each_command_asks_for_its_action(run: RunDir, prl: Any, action: str) ->
         result = prl(action, "first")
     assert (result.exit_code, result.stdout) == (0, "as you wish\n")
     assert answering.asked == [action]
+
+
+def test_scale_sends_the_number(run: RunDir, prl: Any) -> None:
+    with controller(run, ControlReply(True, "engines: 1 -> 3", {"wanted": 3})) as answering:
+        result = prl("scale", "first", "engines=3", "--json")
+    assert (result.exit_code, json.loads(result.stdout)["data"]) == (0, {"wanted": 3})
+    assert answering.asked == ["scale"] and answering.engines == 3
+
+
+@pytest.mark.parametrize("target", ["engines=0", "engines=-1", "engines", "engines=many", "trainers=2", "3"])
+def test_scale_refuses_what_is_no_number_of_engines(run: RunDir, prl: Any, target: str) -> None:
+    result = prl("scale", "first", target)
+    assert result.exit_code == 2
+    assert "engines=N" in result.stderr
 
 
 def test_a_run_can_be_named_by_its_folder(run: RunDir, prl: Any) -> None:

@@ -46,6 +46,24 @@ def test_a_plain_line_holds_everything() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("counts", "shown"),
+    [
+        ({"wanted": 1, "registered": 1, "serving": 1}, ""),
+        ({"wanted": 3, "registered": 3, "serving": 3}, "3 engines"),
+        ({"wanted": 3, "registered": 2, "serving": 1}, "1 of 3 engines"),
+        ({"wanted": 1, "registered": 1, "serving": 0}, "0 of 1 engines"),
+    ],
+)
+def test_how_many_engines_there_are_is_shown_where_it_does_not_go_without_saying(
+    counts: dict[str, int], shown: str
+) -> None:
+    status = {**STATUS, "waits": [], "engines": counts}
+    assert progress.engines(status) == shown
+    assert (f"  {shown}  " in progress.plain_line(status, RUNNING) + "  ") == bool(shown)
+    assert progress.engines({"engines": counts}) == "", "not while it starts"
+
+
 def test_plain_lines_come_every_two_seconds_and_only_when_something_changed(
     run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,128 +4,19 @@ virtual time."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from prl.controller import fleet as fleet_module
-from prl.controller.fleet import WireFleet
-from prl.controller.hub import Connection
-from prl.errors import RunFailed, WeightsError, WireError
+from prl.errors import RunFailed, WeightsError
 from prl.loop.supervisor import Loop
-from prl.messages import EngineSet, WeightsRef
+from prl.messages import WeightsRef
 from prl.testing.clock import run
 from prl.testing.fake_engine import FakeEngine
 from prl.testing.fakes import FakeFleet, FakeRunner, FakeTrainer, fake_config, fake_state
 
-LIMIT_S = 30.0
-"""engine.install_timeout_s of these tests."""
-
-
-class Gateway:
-    """Remembers which engines it was told to use: (replica, version) of each."""
-
-    def __init__(self) -> None:
-        self.told: list[list[tuple[int, int]]] = []
-
-    def notify(self, method: object, engines: EngineSet) -> None:
-        self.told.append(sorted((engine.replica, engine.version) for engine in engines.engines))
-
-    async def call(self, method: object, engines: EngineSet, *, timeout: float) -> None:
-        self.notify(method, engines)
-
-
-class World:
-    """A hub of one gateway and some engines, without sockets; `engines` are behind their addresses."""
-
-    def __init__(self, *engines: FakeEngine) -> None:
-        self.gateway = Gateway()
-        self.behind: dict[str, FakeEngine] = {}
-        self.connections: dict[tuple[str, int], Connection] = {}
-        self.on_joined: list[Callable[[Connection], None]] = []
-        self.on_left: list[Callable[[Connection, str], None]] = []
-        self.ended: list[tuple[int, str]] = []
-        """Replicas that the fleet had killed, and why; `restarts` are those that come back for it, after 5 s."""
-        self.restarts: dict[int, FakeEngine] = {}
-        self._join("gateway", 0, self.gateway)
-        self.fleet = WireFleet(
-            self,  # type: ignore[arg-type]
-            self,  # type: ignore[arg-type]
-            "token",
-            lambda: None,
-            end=self._end,
-            install_timeout_s=LIMIT_S,
-        )
-        for replica, engine in enumerate(engines):
-            self.join(replica, engine)
-
-    def of(self, role: str) -> list[Connection]:
-        return [connection for (name, _), connection in sorted(self.connections.items()) if name == role]
-
-    def connect(self, address: str, token: str) -> FakeEngine:
-        return self.behind[address]
-
-    def join(self, replica: int, engine: FakeEngine) -> None:
-        self.behind[f"engine:{replica}"] = engine
-        self._join("engine", replica, SimpleNamespace())
-
-    def leave(self, replica: int) -> None:
-        connection = self.connections.pop(("engine", replica))
-        for observer in self.on_left:
-            observer(connection, "killed")
-
-    def _end(self, connection: Connection, why: str) -> None:
-        replica = connection.replica
-        self.ended.append((replica, why))
-        self.leave(replica)
-        if replica in self.restarts:
-            asyncio.get_running_loop().call_later(5.0, self.join, replica, self.restarts.pop(replica))
-
-    def _join(self, role: str, replica: int, peer: Any) -> None:
-        connection = Connection(role, replica, peer, f"{role}:{replica}", 0, {})
-        self.connections[role, replica] = connection
-        for observer in self.on_joined:
-            observer(connection)
-
-
-class Scripted(FakeEngine):
-    """`install` does what the script says, one entry for every call; then it succeeds."""
-
-    def __init__(self, *script: Callable[[], Awaitable[None]]) -> None:
-        super().__init__()
-        self.script = list(script)
-        self.calls = 0
-        self.at_once = 0
-
-    async def install(self, weights: WeightsRef) -> None:
-        self.calls += 1
-        self.at_once += 1
-        assert self.at_once == 1, "two installs at once"
-        try:
-            await asyncio.sleep(1.0)
-            if self.script:
-                await self.script.pop(0)()
-            await super().install(weights)
-        finally:
-            self.at_once -= 1
-
-
-async def refuses() -> None:
-    raise WeightsError("checksum of 00000.safetensors")
-
-
-async def drops() -> None:
-    raise WireError("engine-0 closed the connection")
-
-
-async def hangs() -> None:
-    await asyncio.Event().wait()
-
-
-def ref(version: int) -> WeightsRef:
-    return WeightsRef(version, 0, f"fake:{version}")
+from .helpers import LIMIT_S, Scripted, World, drops, hangs, ref, refuses
 
 
 def test_a_refusal_is_tried_once_more_and_a_second_one_is_an_error() -> None:
@@ -212,6 +103,21 @@ def test_nobody_waits_for_an_engine_that_joins_and_what_it_reads_is_not_released
         assert world.gateway.told[-1] == [(0, 4)], "it never served what others have left behind"
         await asyncio.sleep(LIMIT_S)
         assert [replica for replica, _ in world.ended] == [1] and not world.fleet.reading()
+
+    run(main())
+
+
+def test_an_engine_that_joins_catches_up_however_often_there_is_a_newer_version() -> None:
+    async def main() -> None:
+        world = World(Scripted())
+        await world.fleet.install(ref(1))
+        late = Scripted(*[lambda: asyncio.sleep(1.0)] * 20)  # twice as slow as the other
+        world.join(1, late)
+        for version in range(2, 8):
+            await world.fleet.install(ref(version))
+        assert world.gateway.told[-1] == [(0, 7), (1, 7)] and len(late.installed) < 7
+        versions = [found for told in world.gateway.told for replica, found in told if replica == 1]
+        assert versions == sorted(versions)
 
     run(main())
 

@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from prl import faults
+from prl.engine.backend import Result
 from prl.engine.client import WireEngineClient
 from prl.engine.server import EngineServer
 from prl.errors import EpisodeFailed, WeightsError, WireError
 from prl.faults import Fault
-from prl.messages import WeightsRef
+from prl.messages import Generation, WeightsRef
 from prl.protocols import Probe, ReceivedWeights
 from prl.wire import Server
 from prl_engine_embedded.backend import EmbeddedBackend
@@ -136,8 +137,45 @@ def test_install_changes_version_and_probabilities(kit: Any) -> None:
         generation = await world.client.generate(kit.request(0))
         assert set(generation.versions) == {1}
         world.put(2, seed=0)
-        await world.install(2)
+        await world.install(2, incarnation=2)
         assert await world.scores() == before
+
+    scenario(kit, body)
+
+
+def test_an_earlier_life_of_the_trainer_is_not_installed(kit: Any) -> None:
+    """A message that was on its way while the trainer fell back to a checkpoint and was started again."""
+
+    async def body(world: World) -> None:
+        world.put(1, seed=1)
+        world.put(7, seed=0)
+        await world.install(1, incarnation=1)
+        after = await world.scores()
+        with pytest.raises(
+            WeightsError, match="incarnation 0 of the trainer, and this engine has heard of incarnation 1"
+        ):
+            await world.install(7, incarnation=0)
+        health = await world.client.health()
+        assert (health.version, health.incarnation) == (1, 1) and await world.scores() == after
+
+    scenario(kit, body)
+
+
+def test_what_is_installed_is_acknowledged_again_and_not_read_again(kit: Any) -> None:
+    """T13: the acknowledgement was lost. After an install that failed, the one before is read again when asked for."""
+
+    async def body(world: World) -> None:
+        world.put(1, seed=1)
+        await world.install(1)
+        (read,) = (world.shelf.versions.pop(1),)
+        await world.install(1)
+        with pytest.raises(WeightsError):
+            await world.install(2)
+        with pytest.raises(WeightsError):
+            await world.install(1)
+        world.shelf.versions[1] = read
+        await world.install(1)
+        assert (await world.client.health()).version == 1
 
     scenario(kit, body)
 
@@ -294,5 +332,31 @@ def test_cancelling_aborts(kit: Any) -> None:
         while (await world.client.health()).load:
             await asyncio.sleep(0.01)
         assert (await world.client.health()).info["tokens"] == 0
+
+    scenario(kit, body)
+
+
+def test_a_log_probability_that_is_missing_spoils_one_answer_and_not_the_message(kit: Any) -> None:
+    """T19: None, as an inference library may give it, becomes NaN, which the gateway refuses."""
+
+    async def body(world: World) -> None:
+        asked = [asyncio.create_task(world.client.generate(kit.request(number))) for number in range(2)]
+        ids = [kit.request(number).id for number in range(2)]
+        peer = await first_peer(world)
+        spoiled = Generation([1, 2], [-0.5, None], [0, 0], "stop")  # type: ignore[list-item]
+        fine = Generation([1], [-0.5], [0], "stop")
+        world.server._answer([Result((peer, ids[0]), spoiled, None), Result((peer, ids[1]), fine, None)])
+        first, second = await asyncio.gather(*asked)
+        assert first.logprobs[0] == -0.5 and math.isnan(first.logprobs[1])
+        assert second == fine
+
+    async def first_peer(world: World) -> Any:
+        peers: list[Any] = []
+        add = world.server.backend.add
+        world.server.backend.add = lambda requests: peers.extend(key[0] for key, _ in requests)  # type: ignore[method-assign]
+        while not peers:
+            await asyncio.sleep(0.01)
+        world.server.backend.add = add  # type: ignore[method-assign]
+        return peers[0]
 
     scenario(kit, body)

@@ -195,8 +195,24 @@ def test_the_same_address_is_connected_again_after_failures(kit: Any) -> None:
         await asyncio.sleep(1)
         world.engines["e0"] = kit.ScriptedEngine(words(world))
         world.serve("e0")
+        before = asyncio.get_running_loop().time()
         assert (await waiting).text == "ok"
-        assert world.connected == ["e0", "e0"]
+        assert asyncio.get_running_loop().time() == before, "at once, when it is announced"
+        assert engine.closed
+
+    clock.run(scenario())
+
+
+def test_a_connection_that_was_cut_is_made_again_without_an_announcement(kit: Any) -> None:
+    async def scenario() -> None:
+        cut, again = kit.ScriptedEngine(WireError("the connection is lost")), kit.ScriptedEngine(kit.says([1]))
+        world = World(kit, cut)
+        again.answers = [words(world)]
+        world.engines["e0"] = again
+        assert (await world.reply(deadline_s=100)).text == "ok"
+        assert world.connected == ["e0", "e0"] and cut.closed
+        assert len(cut.requests) == 2 and len(again.requests) == 1
+        assert asyncio.get_running_loop().time() < 1
 
     clock.run(scenario())
 

@@ -8,6 +8,7 @@ import pytest
 
 from prl.plan import Plan, Resources, Role
 from prl_launchers.causes import HEADER, cause, how_it_ended, last_error
+from prl_launchers.slots import NoGpuError, Slot, missing
 from prl_launchers.variables import assign_gpus, environment, visible_gpus
 
 SECRETS = {"HF_TOKEN": "x", "WANDB_API_KEY": "y", "AWS_SECRET_ACCESS_KEY": "z", "PATH": "/bin", "LANG": "C"}
@@ -95,3 +96,27 @@ def test_a_killed_process_is_not_quoted(tmp_path: Path) -> None:
     )
     assert "long ago" in cause("engine-0", how_it_ended(1), 1, log)
     assert how_it_ended(-64) == "was killed by SIGRTMAX"
+
+
+def slots(*roles: Role, available: list[str]) -> list[Slot]:
+    gpus = assign_gpus(Plan("r", "/r", roles), available)
+    return [Slot(role, replica, gpus[role.name, replica]) for role in roles for replica in range(role.replicas)]
+
+
+def test_another_replica_gets_free_gpus_or_is_refused() -> None:
+    engine = Role("engine", (), resources=Resources(gpus=2))
+    trainer = Role("trainer", (), resources=Resources(gpus=1))
+    there = slots(engine, trainer, available=list("01234567"))
+    added = missing(engine, 3, there, list("01234567"))
+    assert [(slot.name, slot.gpus) for slot in added] == [("engine-1", ["3", "4"]), ("engine-2", ["5", "6"])]
+    with pytest.raises(NoGpuError, match="each takes 2 GPUs, and 1 of 8 are free"):
+        missing(engine, 4, there, list("01234567"))
+    there[0].state = "ended"
+    assert [slot.gpus for slot in missing(engine, 1, there, list("01234567"))] == [["0", "1"]], "what it had is free"
+
+
+def test_where_gpus_are_shared_already_another_replica_shares_too() -> None:
+    engine, trainer = (Role(name, (), resources=Resources(gpus=1)) for name in ("engine", "trainer"))
+    there = slots(engine, trainer, available=["0"])
+    assert [slot.gpus for slot in missing(engine, 2, there, ["0"])] == [["0"]]
+    assert [slot.gpus for slot in missing(engine, 2, there, [])] == [None], "on a CPU there is nothing to give"

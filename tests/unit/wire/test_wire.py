@@ -269,3 +269,36 @@ def test_a_flood_of_refused_messages_does_not_fill_the_log(caplog: pytest.LogCap
     with caplog.at_level(logging.WARNING):
         asyncio.run(main())
     assert 1 <= len([r for r in caplog.records if "refused a message" in r.message]) <= 12
+
+
+def test_a_cut_is_seen_at_once_and_a_new_connection_works() -> None:
+    """Fault injection `cut`: what a failing network does. The process's own connections to others stay."""
+
+    async def main() -> None:
+        other = Server(TOKEN, {ECHO: echo})
+        outgoing = Client(other.start(), TOKEN)
+        assert await outgoing.call(ECHO, CollectRequest([1]), timeout=5) == [1]
+        other_peers = len(other.peers)
+        release = asyncio.Event()
+
+        async def hang(peer: Peer, request: Nothing) -> Nothing:
+            await release.wait()
+            return NOTHING
+
+        server = Server(TOKEN, {ECHO: echo, HANG: hang})
+        lost: list[int] = []
+        address = server.start()
+        client = Client(address, TOKEN, on_lost=lambda: lost.append(1))
+        waiting = asyncio.create_task(client.call(HANG, NOTHING, timeout=60))
+        await client.call(ECHO, CollectRequest([1]), timeout=5)
+        # Both ends live in this process here, so every connection counts as made to it.
+        assert faults.cut_connections() >= 1
+        with pytest.raises(WireError, match="the connection is lost"):
+            await waiting
+        assert lost == [1] and client.peer.closed and other_peers == 1
+        again = Client(address, TOKEN)
+        assert await again.call(ECHO, CollectRequest([2]), timeout=5) == [2]
+        for end in (client, again, outgoing, server, other):
+            end.close()
+
+    asyncio.run(main())

@@ -111,6 +111,7 @@ class EmbeddedBackend:
                 swap.apply(tensors)
                 faults.point("engine.install")
                 difference = check_probes(self.model, received.probes, received.tolerance)
+                faults.point("engine.verified")
             except Exception as error:
                 swap.rollback()
                 if isinstance(error, WeightsError):
