@@ -12,6 +12,7 @@ from pathlib import Path
 
 from prl.config.compose import Problem
 from prl.config.schema import ModelTable, RunConfig, ServeConfig, SftConfig, Table
+from prl.model_config import model_context
 
 
 def check(config: Table) -> list[Problem]:
@@ -60,6 +61,71 @@ def _trainer_agrees(config: RunConfig | SftConfig) -> Iterator[Problem]:
     if problems is not None:
         for key, message in problems(config.trainer.processes):
             yield Problem(f"trainer.{key}", message)
+
+
+def _trainer_takes_the_model(config: RunConfig | SftConfig) -> Iterator[Problem]:
+    """A trainer's schema may check, as `model_problems(path, impl)`, whether it can train this model as it says."""
+    problems = getattr(config.trainer.plugin_config(), "model_problems", None)
+    if problems is not None:
+        for key, message in problems(config.model.path, config.model.impl):
+            yield Problem(f"trainer.{key}", message)
+
+
+def _data_has_its_columns(config: SftConfig) -> Iterator[Problem]:
+    """A trainer's schema may look, as `data_problems(data)`, at the files of a supervised run that are there."""
+    problems = getattr(config.trainer.plugin_config(), "data_problems", None)
+    if problems is not None and not any(_data_exists(config)):
+        for key, message in problems(config.data):
+            yield Problem(f"data.{key}", message)
+
+
+def _engine_takes_the_sequences(config: RunConfig) -> Iterator[Problem]:
+    """An engine's schema may say, as `context`, its key for the longest sequence and how long that is, 0 for as long as
+    the model allows."""
+    key, wanted = getattr(config.engine.plugin_config(), "context", ("", 0))
+    allowed = model_context(config.model.path)
+    if wanted and allowed and wanted > allowed:
+        yield Problem(
+            f"engine.{key}",
+            f"is {wanted}, but {config.model.path} knows positions up to {allowed} (max_position_embeddings of its "
+            f"config.json): beyond, its answers are noise. Use at most {allowed}",
+        )
+    context = wanted or allowed
+    if context and config.sampling.max_tokens >= context:
+        source = f"engine.{key} = {wanted}" if wanted else f"the {allowed} positions that {config.model.path} knows"
+        yield Problem(
+            "sampling.max_tokens",
+            f"is {config.sampling.max_tokens}, which leaves no room for a prompt within {source}: lower it"
+            + (f", or raise engine.{key}" if wanted and not 0 < allowed <= wanted else ""),
+        )
+
+
+def _samples_fit_into_rows(config: RunConfig) -> Iterator[Problem]:
+    if config.sampling.max_tokens >= config.trainer.row_tokens:
+        yield Problem(
+            "sampling.max_tokens",
+            f"is {config.sampling.max_tokens}, but no sample, prompt included, may be longer than trainer.row_tokens = "
+            f"{config.trainer.row_tokens}: answers of full length would fail as too_long. Lower it, or raise that",
+        )
+
+
+def _quantised_engine_is_watched(config: RunConfig) -> Iterator[Problem]:
+    """An engine's schema may say, as `quantized`, to what it quantises the weights that it receives."""
+    kind = getattr(config.engine.plugin_config(), "quantized", "")
+    table = config.mismatch
+    if kind and not table.probes:
+        yield Problem(
+            "mismatch.probes",
+            f"is 0 and the engine quantises to {kind}: nothing checks what it made of the weights it received",
+            severity="warning",
+        )
+    if kind and table.action == "warn" and table.correction == "none":
+        yield Problem(
+            "mismatch.action",
+            f'is "warn" and the engine quantises to {kind}: nothing is done about tokens to which it gives other '
+            'probabilities. Set mismatch.correction, such as "truncate"',
+            severity="warning",
+        )
 
 
 def _enough_samples_for_every_rank(config: RunConfig) -> Iterator[Problem]:
@@ -144,6 +210,10 @@ _RUN_RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _model_exists,
     _groups_can_be_compared,
     _trainer_agrees,
+    _trainer_takes_the_model,
+    _engine_takes_the_sequences,
+    _samples_fit_into_rows,
+    _quantised_engine_is_watched,
     _every_update_has_a_group,
     _enough_samples_for_every_rank,
     _concurrency_lets_a_group_run,
@@ -153,7 +223,9 @@ _RUN_RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
 _SFT_RULES: tuple[Callable[[SftConfig], Iterator[Problem]], ...] = (
     _model_exists,
     _trainer_agrees,
+    _trainer_takes_the_model,
     _data_exists,
+    _data_has_its_columns,
     _updates_are_steps,
 )
 _SERVE_RULES: tuple[Callable[[ServeConfig], Iterator[Problem]], ...] = (

@@ -75,17 +75,46 @@ class LoopTable(Table):
         raise ValueError(f'must be "auto" or an integer of at least 0, not {value!r}')
 
 
+_RESHAPES = (
+    "min_p",
+    "typical_p",
+    "epsilon_cutoff",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "length_penalty",
+    "logit_bias",
+    "bad_words",
+    "allowed_token_ids",
+    "min_tokens",
+    "ignore_eos",
+)
+"""What engines offer beside temperature. Each makes the sampled distribution another one than the trained."""
+
+
 class SamplingTable(Table):
     """How training rollouts are sampled."""
 
     max_tokens: int = Field(128, ge=1)
     """Tokens of one turn at most."""
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(1.0, ge=0.01)
     """Divides the logits before sampling; 1 is the model's own distribution. Trained at the same temperature."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Must be 1: training needs the whole distribution."""
     top_k: int = Field(0, ge=0)
     """Must be 0, which is off: training needs the whole distribution."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _nothing_that_reshapes(cls, data: Any) -> Any:
+        for key in _RESHAPES if isinstance(data, dict) else ():
+            if key in data:
+                raise wrong(
+                    key,
+                    "training needs the distribution that the model computes: this changes it after the model, so the "
+                    "engine's log-probabilities would not be those that the trainer computes again. Leave it out",
+                )
+        return data
 
     @model_validator(mode="after")
     def _whole_distribution(self) -> SamplingTable:

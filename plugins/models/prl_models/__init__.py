@@ -7,6 +7,7 @@ batch.py      what a model is given: a packed row on its device
 family.py     what a family of models is; the spec of a decoder
 family_provider.py  from a folder to a decoder by its family
 conversion.py  names and shapes on disk against those in memory
+sharing.py    whether ranks can share rows, by a model's numbers
 shards.py     writing safetensors in one pass, with their checksum
 weights.py    safetensors of a folder or of the hub, one tensor at a time
 blocks/       what decoders are made of, and packed attention, and the chunked head

@@ -83,7 +83,7 @@ def test_a_configuration_is_refused_with_the_line_of_the_key(model: Path, tmp_pa
         load_config([file])
     (problem,) = caught.value.problems
     assert "run.toml:6" in problem and "trainer.cp: is 4" in problem and "Nearest that fit: cp = 3" in problem
-    file.write_text(text.replace("cp = 4", "cp = 3"))
+    file.write_text(text.replace("cp = 4", "cp = 3").replace("cp", 'cp_style = "ring"\ncp'))
     assert load_config([file]).config.trainer.processes == 6
 
 

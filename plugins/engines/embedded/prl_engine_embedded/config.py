@@ -33,3 +33,7 @@ class EmbeddedConfig(PluginConfig):
     def repeatable(self) -> bool:
         """Whether equal requests get equal answers: continuous batches change their shape, and share one generator."""
         return self.batching != "continuous"
+
+    @property
+    def context(self) -> tuple[str, int]:
+        return "max_sequence_tokens", self.max_sequence_tokens

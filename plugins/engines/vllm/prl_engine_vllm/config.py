@@ -63,6 +63,18 @@ class VllmConfig(PluginConfig):
         """The `vllm serve` arguments that were given, under their names with underscores."""
         return dict(self.__pydantic_extra__ or {})
 
+    @property
+    def context(self) -> tuple[str, int]:
+        """The longest sequence, where the argument is a plain number and the model's own limit is not overridden."""
+        longest, free = self.arguments.get("max_model_len"), "hf_overrides" not in self.arguments
+        return "max_model_len", longest if type(longest) is int and longest > 0 and free else 0
+
+    @property
+    def quantized(self) -> str:
+        """To what it makes smaller the weights that it receives, or its cache; "" for nothing."""
+        found = self.arguments.get("quantization") or self.arguments.get("kv_cache_dtype") or ""
+        return "" if found in ("auto", "bfloat16", "float32") else str(found)
+
     @model_validator(mode="after")
     def _not_ours(self) -> VllmConfig:
         for key in self.arguments:

@@ -7,7 +7,6 @@ tokens around the kernel (`ulysses.py`); in a ring keys and values travel from r
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import lcm
 from typing import Literal
 
 import numpy as np
@@ -23,6 +22,7 @@ from prl_models.blocks.kernel import AttentionKernel, Spans
 from prl_models.blocks.packing import Packing
 from prl_models.blocks.ring import ring_attention, zigzag
 from prl_models.blocks.ulysses import heads_to_tokens, tokens_to_heads
+from prl_models.sharing import misfit
 
 
 @dataclass(frozen=True)
@@ -62,25 +62,9 @@ def check_heads(
     Raises:
         ConfigError: its heads cannot be divided among the ranks, or its layers have a sliding window under "ring".
     """
-    if cp == 1:
-        return
-    if style == "ring":
-        if window is not None:
-            raise ConfigError(
-                [
-                    f'trainer.cp_style = "ring" cannot compute the sliding window of {window} tokens that layers of '
-                    'this model have: use "ulysses"'
-                ]
-            )
-        return
-    if heads % lcm(kv_heads, cp):
-        fitting = [n for n in range(2, heads + 1) if heads % lcm(kv_heads, n) == 0]
-        raise ConfigError(
-            [
-                f"trainer.cp = {cp} cannot divide the {heads} attention heads of this model (with {kv_heads} "
-                f'key/value heads): use cp = {", ".join(map(str, fitting)) or 1}, or cp_style = "ring"'
-            ]
-        )
+    found = misfit(heads, kv_heads, cp, style, window)
+    if found is not None:
+        raise ConfigError([f"trainer.{found[0]} {found[1]}"])
 
 
 def sum_over_context(values: Tensor, context: ContextParallel | None) -> Tensor:

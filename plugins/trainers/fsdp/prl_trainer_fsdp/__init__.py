@@ -1,6 +1,7 @@
 """The trainer `fsdp`.
 
 plugin.py, config.py   the declaration
+fitness.py             what the files of a model say about whether it can be trained so, before anything starts
 role.py                its part of a run's plan
 __main__.py            the process: answers the controller while one thread trains
 trainer.py             what the controller asks for: train, publish, release, snapshot, checkpoint

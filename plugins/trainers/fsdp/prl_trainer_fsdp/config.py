@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, model_validator
 
 from prl.adapters import Adapter
 from prl.contribution import PluginConfig, wrong
 from prl_trainer_fsdp.parallel.layout import Layout, make, misfit
+
+if TYPE_CHECKING:
+    from prl.config.data import SftDataTable
 
 Attention = Literal["auto", "flash4", "flash2", "cudnn", "flex", "varlen", "padded"]
 Operations = Literal["auto", "triton", "liger", "quack", "torch"]
@@ -114,3 +118,16 @@ class FsdpConfig(PluginConfig):
         found = misfit(processes, self.dp_replicate, self.dp_shard, self.cp, self.ep)
         if found is not None:
             yield found
+
+    def model_problems(self, path: str, impl: str) -> Iterator[tuple[str, str]]:
+        """What is wrong with these settings for this model, as far as its folder's files say. Likewise."""
+        from prl_trainer_fsdp.fitness import model_problems
+
+        return model_problems(self, path, impl)
+
+    def data_problems(self, data: SftDataTable) -> Iterator[tuple[str, str]]:
+        """What is wrong with the examples of a supervised run, by their columns and first rows. Likewise."""
+        # By name: a declaration imports nothing heavy, and this reads Parquet.
+        columns = importlib.import_module("prl_trainer_fsdp.sft.columns")
+        found: Iterator[tuple[str, str]] = columns.data_problems(data)
+        return found
