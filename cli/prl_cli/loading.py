@@ -11,12 +11,16 @@ from prl.config.schema import RunConfig, SftConfig
 from prl_cli import output
 
 
-def load(configs: Sequence[Path], sets: Sequence[str] | None, *, supervised: bool = False) -> LoadedConfig[Any]:
-    """Raises:
+def load(
+    configs: Sequence[Path], sets: Sequence[str] | None, *, supervised: bool = False, start: bool = False
+) -> LoadedConfig[Any]:
+    """`start`: something is about to be started with it.
+
+    Raises:
     ConfigError: with every problem at once.
     """
     schema: type[Any] = SftConfig if supervised else RunConfig
-    loaded: LoadedConfig[Any] = load_config(configs, sets or (), schema)
+    loaded: LoadedConfig[Any] = load_config(configs, sets or (), schema, start=start)
     for warning in loaded.warnings:
         output.say(warning)
     return loaded

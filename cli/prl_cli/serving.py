@@ -38,8 +38,9 @@ def serving_config(
     port: int | None,
     sets: Sequence[str],
     runs_dir: Path | None,
+    start: bool = False,
 ) -> ServeConfig:
-    """From a model, a TOML file or a run's checkpoint, and the options over it.
+    """From a model, a TOML file or a run's checkpoint, and the options over it. `start`: it is about to be served.
 
     Raises:
         UsageError: there is nothing to serve, or no such run. ConfigError: with every problem.
@@ -66,7 +67,7 @@ def serving_config(
         base, files = _with_engine(engine, base, files)
     options = {"engine.replicas": replicas, "engine.api_port": port}
     given = [f"{key}={value}" for key, value in options.items() if value is not None]
-    config = load_config(files, [*sets, *given], ServeConfig, base=base).config
+    config = load_config(files, [*sets, *given], ServeConfig, base=base, start=start).config
     folder = folder or Path(config.runs_dir)
     named = any(expression.partition("=")[0].strip() == "name" for expression in sets)
     wanted = config.name if named else _name(label or Path(config.model.path).name)

@@ -84,7 +84,7 @@ def check(configs: Configs, sets: Sets = None, supervised: Supervised = False, j
     from prl_cli import output
 
     try:
-        loaded = _load(configs, sets, supervised)
+        loaded = _load(configs, sets, supervised, start=True)
     except ConfigError as error:
         if not json:
             raise
@@ -96,10 +96,10 @@ def check(configs: Configs, sets: Sets = None, supervised: Supervised = False, j
         typer.echo(f"{', '.join(map(str, configs))}: ok")
 
 
-def _load(configs: list[Path], sets: list[str] | None, supervised: bool) -> LoadedConfig[Any]:
+def _load(configs: list[Path], sets: list[str] | None, supervised: bool, *, start: bool = False) -> LoadedConfig[Any]:
     from prl_cli.loading import load
 
-    return load(configs, sets, supervised=supervised)
+    return load(configs, sets, supervised=supervised, start=start)
 
 
 def _flat(value: Any, prefix: str = "") -> list[tuple[str, str]]:

@@ -43,7 +43,14 @@ def serve(
     from prl_cli import serving
 
     config = serving.serving_config(
-        target, checkpoint, engine=engine, replicas=replicas, port=port, sets=sets or [], runs_dir=runs_dir
+        target,
+        checkpoint,
+        engine=engine,
+        replicas=replicas,
+        port=port,
+        sets=sets or [],
+        runs_dir=runs_dir,
+        start=not dry_run,
     )
     if dry_run:
         serving.show_plan(config, as_json=json)

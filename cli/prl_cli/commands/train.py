@@ -58,7 +58,7 @@ def _train(
     from prl_cli.launching import Existing, show_plan, start
     from prl_cli.loading import load
 
-    config = load(configs, sets, supervised=supervised).config
+    config = load(configs, sets, supervised=supervised, start=not dry_run).config
     if dry_run:
         show_plan(config, as_json=json)
         return

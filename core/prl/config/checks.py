@@ -31,6 +31,24 @@ def _there_is_an_environment(config: RunConfig) -> Iterator[Problem]:
         yield Problem("envs", "needs at least 1 environment: [[envs]] with use = ...")
 
 
+def check_start(config: Table) -> list[Problem]:
+    """What takes a while to find out, so that only a command that is about to start something asks.
+
+    Raises:
+        EnvironmentNotFit: what would have to be asked is not here.
+    """
+    run = config.run_config() if isinstance(config, ServeConfig) else config
+    return list(_engine_would_start(run)) if isinstance(run, RunConfig) else []
+
+
+def _engine_would_start(config: RunConfig) -> Iterator[Problem]:
+    """An engine's schema may say it, as `problems(config)`, with the dotted keys of the whole configuration."""
+    problems = getattr(config.engine.plugin_config(), "problems", None)
+    if problems is not None:
+        for key, message in problems(config):
+            yield Problem(key, message)
+
+
 def _model_exists(config: RunConfig | SftConfig | ServeConfig) -> Iterator[Problem]:
     yield from _model_folder(config.model)
 

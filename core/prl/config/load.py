@@ -20,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticSerializationError
 
 from prl import files, registry
-from prl.config.checks import check
+from prl.config.checks import check, check_start
 from prl.config.compose import Composition, Origin, Problem, dotted
 from prl.config.positions import Path as KeyPath
 from prl.config.problems import plugin_tables, translate
@@ -58,12 +58,14 @@ def load_config(
     *,
     base: Mapping[str, Any] | None = None,
     checks: bool = True,
+    start: bool = False,
 ) -> LoadedConfig[Config]:
     """Read, compose and check a configuration.
 
     Args:
         base: what lies below the files.
         checks: also apply the rules across tables, which look at files, and the installed hooks.
+        start: something is about to be started with it: also find out what takes a while (`checks.check_start`).
 
     Raises:
         ConfigError: with every problem, each as "file:line:column: error: key: message", the line and a caret.
@@ -77,6 +79,8 @@ def load_config(
     if checks:
         problems = [*check(config), *_hook_problems(config)]
     errors = [problem for problem in problems if problem.severity == "error"]
+    if start and not errors:
+        errors = check_start(config)
     if errors:
         raise ConfigError(_rendered(composition, errors))
     origins = {dotted(path): origin for path, origin in composition.origins.items()}

@@ -138,10 +138,15 @@ def about(llm: Any, url: str) -> dict[str, Any]:
     config = llm.vllm_config
     return {
         "vllm": vllm.__version__,
-        "http": url,
+        "api": f"{url}/v1",
+        "model": _first(config.model_config.served_model_name),
         "device": str(config.device_config.device_type),
         "max_model_len": config.model_config.max_model_len,
     }
+
+
+def _first(names: str | list[str]) -> str:
+    return names if isinstance(names, str) else names[0]
 
 
 async def watch(generation: Generation, limit_s: float, die: Any) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prl.adapters import Adapter, published
@@ -31,7 +33,10 @@ class Refused(Exception):
 def complete(config: RunConfig, own: VllmConfig, replica: int = 0) -> dict[str, Any]:
     """Every argument that vLLM gets, by its name with underscores: the user's and what prl decides."""
     adapter = published(config)
-    defaults: dict[str, Any] = {"scheduling_policy": "priority", "disable_uvicorn_access_log": True}
+    defaults: dict[str, Any] = {
+        "scheduling_policy": "priority",
+        "served_model_name": [Path(config.model.path).name or config.model.path],
+    }
     fixed = {
         "model": config.model.path,
         "dtype": config.model.dtype,
@@ -65,11 +70,9 @@ def parse(arguments: Mapping[str, Any]) -> Namespace:
             hint = f"did you mean {near[0]!r}?" if near else "`vllm serve --help=all` lists them"
             raise Refused(f"is neither a key of this engine nor an argument of `vllm serve`; {hint}", key)
         argv += _words(key, value, action)
-    said: list[str] = []
 
     def refuse(message: str) -> None:
-        said.append(message)
-        raise Refused(message, _culprit(message, arguments))
+        raise Refused(f"vLLM refuses it: {_one_line(message)}", _culprit(message, arguments))
 
     parser.error = refuse
     namespace: Namespace = parser.parse_args(argv)
@@ -131,17 +134,16 @@ def engine_config(namespace: Namespace) -> Any:
     try:
         return AsyncEngineArgs.from_cli_args(namespace).create_engine_config(UsageContext.ENGINE_CONTEXT)
     except Exception as error:
-        raise Refused(_said(error)) from error
+        raise Refused(_one_line(str(error)) or type(error).__name__) from error
 
 
-def _said(error: Exception) -> str:
-    """One line. pydantic puts what matters under a heading, and a link after it."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+def _one_line(message: str) -> str:
+    """pydantic puts what matters between a heading and a link."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
     kept = [line for line in lines if not line.startswith("For further information")]
-    if len(kept) > 1 and "validation error" in kept[0]:
+    if len(kept) > 1 and re.match(r"\d+ validation error", kept[0]):
         kept = kept[1:]
-    text = " ".join(kept).split(" [type=")[0]
-    return f"{text or type(error).__name__}"
+    return " ".join(kept).split(" [type=")[0].removeprefix("Value error, ")
 
 
 def require(arguments: Mapping[str, Any]) -> Namespace:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
 from prl.contribution import PluginConfig, wrong
+
+if TYPE_CHECKING:
+    from prl.config.schema import RunConfig
 
 OURS = {
     "model": "model.path says which model",
@@ -74,6 +78,16 @@ class VllmConfig(PluginConfig):
         """To what it makes smaller the weights that it receives, or its cache; "" for nothing."""
         found = self.arguments.get("quantization") or self.arguments.get("kv_cache_dtype") or ""
         return "" if found in ("auto", "bfloat16", "float32") else str(found)
+
+    def problems(self, config: RunConfig) -> Iterator[tuple[str, str]]:
+        """What vLLM itself would not start with, as (dotted key, message).
+
+        Raises:
+            EnvironmentNotFit: there is no vLLM to ask.
+        """
+        from prl_engine_vllm.precheck import problems
+
+        return problems(config, self) if self.check else iter(())
 
     @model_validator(mode="after")
     def _not_ours(self) -> VllmConfig:
