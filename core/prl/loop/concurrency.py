@@ -28,8 +28,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from prl.config.schema import RunConfig
 from prl.loop.state import LoopState
 from prl.messages import EngineGauges
+from prl.model_config import model_context
 
 GROW_BELOW = 0.85
 """Share of a cache in use. Requests grow after they are admitted: the room above is for those in flight."""
@@ -223,6 +225,12 @@ class AdaptiveLimit:
         self.limit = min(half, careful) if near else half
 
 
+def _longest(config: RunConfig) -> int:
+    """Tokens of the longest episode that can be trained on, as far as it is known."""
+    _, context = getattr(config.engine.plugin_config(), "context", ("", 0))
+    return min(config.trainer.row_tokens, context or model_context(config.model.path) or config.trainer.row_tokens)
+
+
 class Pacer:
     """Looks at the engines' gauges every `PERIOD_S` and sets `LoopState.concurrency`, by which groups are admitted. It
     does nothing in a run without an adaptive limit, a synchronous one among them."""
@@ -233,7 +241,7 @@ class Pacer:
         self._limit: AdaptiveLimit | None = None
         loop = state.config.loop
         if loop.max_concurrency == "auto" and loop.max_staleness:
-            self._limit = AdaptiveLimit(loop.group_size, state.config.trainer.row_tokens)
+            self._limit = AdaptiveLimit(loop.group_size, _longest(state.config))
 
     def look(self) -> None:
         """Once, at once: the first episodes are already admitted by it."""

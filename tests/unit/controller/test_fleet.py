@@ -276,3 +276,20 @@ def test_a_version_is_released_only_after_a_newer_one_is_installed() -> None:
         else:
             assert version < newest, f"version {version} was released while the engines were at {newest}"
     assert ("installed", 6) in order and any(what == "released" for what, _ in order)
+
+
+def test_the_loads_of_serving_engines_are_what_their_heartbeats_say() -> None:
+    """One that has not installed the current version yet, or says nothing, is no full engine."""
+
+    async def main() -> None:
+        world = World(FakeEngine(), FakeEngine())
+        assert world.fleet.gauges() == [], "nobody serves"
+        await world.fleet.install(ref(1))
+        world.connections["engine", 0].gauges = {"kv_usage": 0.5, "capacity": 1000.0, "tokens": 7.0}
+        first, second = world.fleet.gauges()
+        assert (first.replica, first.kv_usage, first.capacity, first.waiting) == (0, 0.5, 1000.0, 0.0)
+        assert (second.replica, second.capacity) == (1, 0.0) and 0 <= first.age_s < 60
+        world.leave(0)
+        assert [engine.replica for engine in world.fleet.gauges()] == [1]
+
+    run(main())
