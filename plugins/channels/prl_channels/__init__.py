@@ -1,8 +1,13 @@
-"""Weight channels.
+"""Weight channels: four ways for bytes to travel, one way to encode and to describe them.
 
-plugin, config  the declaration
-filesystem      the channel of that name: its two halves, each loaded where it is needed
-sender          the trainer's half; shard: one safetensors file and its checksum in one pass
+plugin, config  the declarations
+channel         what the factories of all four build; its halves are loaded where they are needed
+manifest        what both halves agree on: written last, read first
+shelf           the directory of versions, one manifest each
+layout          tensors one after another in parts
+checksum        of bytes on a device
+encoding/       full and delta
+transports/     filesystem, shm, cuda_ipc, nccl
+sender          the trainer's half
 receiver        the engine's half
-manifest        what both agree on
 """

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from prl.contribution import Contribution
-from prl_channels.config import FilesystemConfig
+from prl_channels.config import FilesystemConfig, ShmConfig
 
 FILESYSTEM = Contribution(
-    factory="prl_channels.filesystem:build",
+    factory="prl_channels.channel:filesystem",
     config=FilesystemConfig,
     summary="safetensors and a checksummed manifest in a directory; the default, works everywhere",
+)
+SHM = Contribution(
+    factory="prl_channels.channel:shm",
+    config=ShmConfig,
+    summary="memory of the trainer's process that engines of the same host map; nothing is left on a disk",
 )

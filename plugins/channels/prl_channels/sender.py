@@ -1,40 +1,50 @@
-"""The trainer's half of the filesystem channel.
+"""The trainer's half of every channel.
 
-It writes `v_000012.tmp/`, shard by shard, the manifest last, and renames it to `v_000012/`: the name is there only
-when everything under it is. Nothing is ever deleted but what `release` names (every reader has acknowledged it) and
-what a dead sender left: the half written at once, the whole ones with the first release, since by then every reader
-holds something of this sender.
+A version is encoded part by part, each given to the transport as it is ready; then the manifest is written and gets
+its name. Nothing is ever dropped but what `release` names (every reader has acknowledged it) and what a dead sender
+left: the half written at once, the whole ones with the first release, since by then every reader holds something of
+this sender. What is released while a version that is not yet released builds on it stays as its base.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
 from prl import faults
-from prl.errors import StoreError, WeightsError
+from prl.errors import StoreError
 from prl.messages import WeightsRef
 from prl.protocols import Adapter, Probe
-from prl_channels import manifest as manifests
-from prl_channels import shard as shards
-from prl_channels.config import FilesystemConfig
-from prl_channels.manifest import FileEntry, Manifest, TensorEntry
+from prl_channels import layout
+from prl_channels.config import ChannelConfig
+from prl_channels.encoding import full
+from prl_channels.encoding.chain import Chain
+from prl_channels.manifest import SCHEMA, Base, Manifest, Part, Segment, TensorEntry, digest_of
+from prl_channels.shelf import Shelf
+from prl_channels.transports.base import Outlet
+
+
+@dataclass
+class _Sent:
+    """A version that is still there. `base` is the number of the one it builds on."""
+
+    segments: list[Segment]
+    base: int | None
+    released: bool = False
 
 
 class Sender:
-    """Writes into `directory`. One sender at a time: what an earlier one left half written is removed."""
+    """Writes manifests into `directory`. One sender at a time."""
 
-    def __init__(self, directory: Path, config: FilesystemConfig) -> None:
-        self.directory = Path(directory).resolve()
-        self.config = config
-        self.directory.mkdir(parents=True, exist_ok=True)
-        for left in self.directory.glob("v_*.tmp"):
-            shutil.rmtree(left, ignore_errors=True)
-        self._inherited = set(self.directory.glob("v_*"))
+    def __init__(self, directory: Path, config: ChannelConfig, outlet: Outlet) -> None:
+        self._config = config
+        self._outlet = outlet
+        self._shelf = Shelf(directory, fsync=getattr(config, "fsync", False))
+        self._chain = Chain(config) if config.encoding == "delta" else None
+        self._sent: dict[int, _Sent] = {}
 
     def send(
         self,
@@ -46,87 +56,87 @@ class Sender:
         adapter: Adapter | None = None,
     ) -> WeightsRef:
         """Raises:
-        StoreError: the directory cannot be written (disk full); nothing of this version is visible then.
-        WeightsError: two tensors have one name.
+        StoreError: there is no room (disk full); nothing of this version is visible then.
+        WeightsError: two tensors have one name, or one cannot be represented.
         """
-        final = self.directory / manifests.directory_name(version)
-        temporary = final.with_suffix(".tmp")
+        segments: list[Segment] = []
         try:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir()
-            files, entries = self._write_shards(temporary, tensors)
+            parts, entries = self._encode(version, incarnation, tensors, segments)
             faults.point("channel.send")
-            content = Manifest(manifests.SCHEMA, version, incarnation, files, entries, list(probes), tolerance, adapter)
-            written = manifests.write(content, temporary)
-            if self.config.fsync:
-                _fsync(written)
-                _fsync(temporary)
-            self._remove(final)
-            temporary.rename(final)
-            self._inherited.discard(final)
-            if self.config.fsync:
-                _fsync(self.directory)
-        except OSError as error:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise StoreError(
-                f"cannot write weights of version {version} to {temporary}: {error}; free space or set runs_dir to a "
-                "larger disk, then resume"
-            ) from error
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
+            base = None if self._chain is None else self._chain.base
+            digest = "" if self._chain is None else digest_of(parts, entries)
+            about = (SCHEMA, self._outlet.name, version, incarnation, self._outlet.origin())
+            manifest = Manifest(*about, parts, entries, list(probes), tolerance, adapter, digest, base)
+            self._outlet.settle()
+            self._shelf.commit(manifest)
+        except BaseException as error:
+            self._take_back(version, segments)
+            if isinstance(error, OSError):
+                raise StoreError(
+                    f"cannot write weights of version {version} to {self._shelf.path(version)}: {error}; free space or "
+                    "set runs_dir to a larger disk, then resume"
+                ) from error
             raise
-        num_bytes = sum(entry.bytes for entry in files.values())
-        return WeightsRef(version, incarnation, str(final), num_bytes, adapter is not None)
+        location = str(self._shelf.path(version))
+        if version in self._sent:  # of an incarnation that was given up
+            self._outlet.drop(self._sent[version].segments)
+        self._sent[version] = _Sent(segments, None if base is None else base.version)
+        if self._chain is not None:
+            self._chain.finish(Base(version, incarnation, digest, location), len(parts))
+        return WeightsRef(version, incarnation, location, manifest.num_bytes, adapter is not None)
 
     def release(self, versions: Sequence[int]) -> None:
         for version in versions:
-            self._remove(self.directory / manifests.directory_name(version))
-        while self._inherited:
-            self._remove(self._inherited.pop())
+            sent = self._sent.get(version)
+            if sent is None:
+                self._shelf.remove(version)
+            elif not sent.released:
+                sent.released = True
+                self._shelf.hide(version)
+        self._shelf.remove_inherited()
+        self._clear()
 
-    def _remove(self, path: Path) -> None:
-        """Renamed first, so that nobody ever sees a directory with a manifest and half of its files."""
-        leaving = path.with_suffix(".released.tmp")
-        shutil.rmtree(leaving, ignore_errors=True)
-        try:
-            path.rename(leaving)
-        except FileNotFoundError:
-            return
-        shutil.rmtree(leaving, ignore_errors=True)
+    def close(self) -> None:
+        """Give back what is not on a disk. The versions cannot be read any more."""
+        self._outlet.close()
 
-    def _write_shards(
-        self, directory: Path, tensors: Iterable[tuple[str, Tensor]]
-    ) -> tuple[dict[str, FileEntry], dict[str, TensorEntry]]:
-        files: dict[str, FileEntry] = {}
+    def _encode(
+        self, version: int, incarnation: int, tensors: Iterable[tuple[str, Tensor]], segments: list[Segment]
+    ) -> tuple[list[Part], dict[str, TensorEntry]]:
+        draft = self._shelf.draft(version)
+        if self._chain is not None:
+            self._chain.start(version, incarnation)
+        parts: list[Part] = []
         entries: dict[str, TensorEntry] = {}
-        for index, shard in enumerate(_shards(tensors, self.config.shard_bytes)):
-            path = directory / f"{index:05d}.safetensors"
-            for name, tensor in shard:
-                if name in entries:
-                    raise WeightsError(f"two tensors are called {name!r}: an engine could only install one of them")
-                entries[name] = TensorEntry(path.name, manifests.dtype_name(tensor), tuple(tensor.shape))
-            files[path.name] = shards.write(path, shard, fsync=self.config.fsync)
-        return files, entries
+        for gathered, places in layout.gather(tensors, self._config.shard_bytes, self._outlet.device):
+            index = len(parts)
+            encoded = full.encode(gathered) if self._chain is None else self._chain.encode(index, gathered)
+            segment = None
+            if encoded.blocks:
+                faults.point("channel.segment")
+                segment = self._outlet.put(draft, index, encoded)
+                segments.append(segment)
+            parts.append(encoded.part(segment))
+            entries.update(places)
+        return parts, entries
 
+    def _take_back(self, version: int, segments: Sequence[Segment]) -> None:
+        self._shelf.discard(version)
+        self._outlet.drop(segments)
+        if self._chain is not None:
+            self._chain.forget()
 
-def _shards(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """Tensors on the CPU, in groups of at most `limit` bytes. Each is copied as it comes: the next one may use its
-    memory (a gathered parameter's buffer), and tied tensors must not share any in a file."""
-    shard: list[tuple[str, Tensor]] = []
-    size = 0
-    for name, tensor in tensors:
-        if shard and size + tensor.nbytes > limit:
-            yield shard
-            shard, size = [], 0
-        shard.append((name, tensor.detach().to("cpu", copy=True).contiguous()))
-        size += tensor.nbytes
-    if shard:
-        yield shard
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    def _clear(self) -> None:
+        """Drop what is released and carries nothing that is not."""
+        needed: set[int] = set()
+        for version, sent in self._sent.items():
+            if not sent.released:
+                at: int | None = version
+                while at is not None and at not in needed:
+                    needed.add(at)
+                    at = self._sent[at].base if at in self._sent else None
+        for version in [version for version in self._sent if version not in needed]:
+            self._outlet.drop(self._sent.pop(version).segments)
+            self._shelf.remove(version)
+        if self._chain is not None and not needed:
+            self._chain.forget()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -18,9 +20,9 @@ from prl import faults
 from prl.errors import StoreError, WeightsError
 from prl.messages import WeightsRef
 from prl.protocols import Probe
+from prl_channels.channel import filesystem as build
 from prl_channels.config import FilesystemConfig
-from prl_channels.filesystem import build
-from prl_channels.manifest import NAME
+from prl_channels.shelf import MANIFEST as NAME
 
 PROBES = [Probe([1, 2, 3], [0.0, -0.5, -1.25])]
 FAST = FilesystemConfig(visibility_s=0.05)
@@ -139,7 +141,7 @@ def damage_shard(directory: Path) -> str:
     content = bytearray(path.read_bytes())
     content[-3] ^= 1
     path.write_bytes(content)
-    return r"00000\.safetensors: corrupted: its sha256 is"
+    return r"00000\.safetensors: corrupted: its checksum is"
 
 
 def truncate_shard(directory: Path) -> str:
@@ -164,36 +166,46 @@ def truncate_manifest(directory: Path) -> str:
     return r"manifest\.json: not a manifest of weights"
 
 
-def change_manifest(**changes: object) -> object:
+def change_manifest(sealed: bool = True, **changes: object) -> object:
     def change(directory: Path) -> str:
         path = directory / NAME
         content = json.loads(path.read_bytes())
         for key, value in changes.items():
-            content[key] = value(content[key]) if callable(value) else value
-        path.write_text(json.dumps(content))
-        return r"/v_000012(/manifest\.json|/00000\.safetensors)?: "
+            former = content["manifest"][key]
+            content["manifest"][key] = value(former) if callable(value) else value
+        if sealed:
+            text = msgspec.json.encode(content["manifest"])
+            content = {"sha256": hashlib.sha256(text).hexdigest(), "manifest": msgspec.Raw(text)}
+        path.write_bytes(msgspec.json.encode(content))
+        return r"(version 12|/v_000012(/manifest\.json|/00000\.safetensors)?): " if sealed else "not the manifest that"
 
     return change
 
 
 def reshape(entries: dict[str, dict[str, object]]) -> dict[str, dict[str, object]]:
-    return {**entries, "embed.weight": {**entries["embed.weight"], "shape": [4, 6]}}
+    return {**entries, "embed.weight": {**entries["embed.weight"], "shape": [4, 600]}}
 
 
 def retype(entries: dict[str, dict[str, object]]) -> dict[str, dict[str, object]]:
-    return {**entries, "norm": {**entries["norm"], "dtype": "float16"}}
+    return {**entries, "norm": {**entries["norm"], "dtype": "complex64"}}
 
 
-def add_tensor(entries: dict[str, dict[str, object]]) -> dict[str, dict[str, object]]:
-    return {**entries, "more": entries["norm"]}
+def another_part(entries: dict[str, dict[str, object]]) -> dict[str, dict[str, object]]:
+    return {**entries, "norm": {**entries["norm"], "part": 7}}
 
 
-def drop_tensor(entries: dict[str, dict[str, object]]) -> dict[str, dict[str, object]]:
-    return {name: entry for name, entry in entries.items() if name != "norm"}
+def escape(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{**parts[0], "segment": {**parts[0]["segment"], "place": "../../secret.safetensors"}}]
 
 
-def escape(entries: dict[str, object]) -> dict[str, object]:
-    return {"../../secret.safetensors": next(iter(entries.values()))}
+def outside(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    (form, start, size, *rest), *_ = parts[0]["blocks"]
+    return [{**parts[0], "blocks": [[form, start, size + 99, *rest]]}]
+
+
+def half(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    (form, start, size, *rest), *_ = parts[0]["blocks"]
+    return [{**parts[0], "blocks": [[form, start, size // 2, *rest]]}]
 
 
 @pytest.mark.parametrize(
@@ -204,14 +216,17 @@ def escape(entries: dict[str, object]) -> dict[str, object]:
         remove_shard,
         remove_manifest,
         truncate_manifest,
-        change_manifest(schema=2),
+        change_manifest(sealed=False, tolerance=9.0),
+        change_manifest(schema=1),
+        change_manifest(schema=3),
         change_manifest(version=13),
         change_manifest(tensors=reshape),
         change_manifest(tensors=retype),
-        change_manifest(tensors=add_tensor),
-        change_manifest(tensors=drop_tensor),
-        change_manifest(files=escape),
-        change_manifest(files={}),
+        change_manifest(tensors=another_part),
+        change_manifest(parts=escape),
+        change_manifest(parts=outside),
+        change_manifest(parts=half),
+        change_manifest(parts=[]),
         change_manifest(probes="none"),
     ],
 )
@@ -322,6 +337,7 @@ def test_what_cannot_be_represented_is_refused_before_anything_is_visible(tmp_pa
 
 def test_a_manifest_is_plain_json(tmp_path: Path) -> None:
     weights = send(tmp_path)
-    content = msgspec.json.decode((Path(weights.location) / NAME).read_bytes())
-    assert content["schema"] == 1 and content["version"] == 12 and content["incarnation"] == 0
-    assert content["tensors"]["norm"] == {"file": "00000.safetensors", "dtype": "bfloat16", "shape": [3]}
+    content = msgspec.json.decode((Path(weights.location) / NAME).read_bytes())["manifest"]
+    assert content["schema"] == 2 and content["version"] == 12 and content["incarnation"] == 0
+    assert content["tensors"]["norm"]["dtype"] == "bfloat16" and content["tensors"]["norm"]["shape"] == [3]
+    assert content["parts"][0]["segment"]["place"] == "00000.safetensors"

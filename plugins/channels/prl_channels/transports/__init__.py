@@ -1,0 +1,7 @@
+"""How segments of bytes get from one process to the other.
+
+base        what a transport is: an outlet in the trainer, an inlet in an engine
+filesystem  files
+memory      memory of the trainer's process, mapped by engines of the same host
+origin      which process that is, and why it may not be seen from here
+"""
