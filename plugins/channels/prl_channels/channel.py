@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from prl.protocols import ChannelPlugin, ChannelReceiver, ChannelSender
-from prl_channels.config import ChannelConfig, FilesystemConfig, ShmConfig
+from prl_channels.config import ChannelConfig, CudaIpcConfig, FilesystemConfig, ShmConfig
 
 if TYPE_CHECKING:
     from prl_channels.transports.base import Inlet, Outlet
@@ -47,5 +47,14 @@ def shm(config: ShmConfig) -> ChannelPlugin:
         from prl_channels.transports import memory
 
         return memory.MemoryOutlet, memory.MemoryInlet
+
+    return Channel(config, ends)
+
+
+def cuda_ipc(config: CudaIpcConfig) -> ChannelPlugin:
+    def ends() -> tuple[Callable[[CudaIpcConfig], Outlet], Callable[[CudaIpcConfig], Inlet]]:
+        from prl_channels.transports import ipc
+
+        return ipc.CudaIpcOutlet, ipc.CudaIpcInlet
 
     return Channel(config, ends)

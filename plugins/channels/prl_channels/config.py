@@ -42,3 +42,8 @@ class FilesystemConfig(HostConfig):
 
 class ShmConfig(HostConfig):
     pass
+
+
+class CudaIpcConfig(ChannelConfig):
+    """Weights stay on the trainer's GPU. That takes their size there for every version that is not yet released, two at
+    most times."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from prl.contribution import Contribution
-from prl_channels.config import FilesystemConfig, ShmConfig
+from prl_channels.config import CudaIpcConfig, FilesystemConfig, ShmConfig
 
 FILESYSTEM = Contribution(
     factory="prl_channels.channel:filesystem",
@@ -14,4 +14,9 @@ SHM = Contribution(
     factory="prl_channels.channel:shm",
     config=ShmConfig,
     summary="memory of the trainer's process that engines of the same host map; nothing is left on a disk",
+)
+CUDA_IPC = Contribution(
+    factory="prl_channels.channel:cuda_ipc",
+    config=CudaIpcConfig,
+    summary="memory of the trainer's GPU that engines of the same host open: no copy where they share the GPU",
 )
