@@ -6,8 +6,6 @@ trainer reports apart as drift. The other half of the gate, the probes of every 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from prl.errors import RunFailed
 from prl.loop.state import LoopState
 from prl.messages import TrainReport
@@ -22,37 +20,31 @@ MIN_TOKENS = 256
 so many tokens. An asynchronous run trains few of its own version."""
 
 
-@dataclass
-class MismatchGate:
-    """Judges the reports of a run, one after another."""
+def check_mismatch(state: LoopState, report: TrainReport) -> None:
+    """Warn, pause, stop or correct when the mismatch KL is past its limit.
 
-    total: float = 0.0
-    tokens: float = 0.0
+    Raises:
+        RunFailed: it is, and `mismatch.action` is "stop".
+    """
+    kl = _mean(state, report)
+    limit = state.config.mismatch.max_kl or LIMITS[state.config.model.dtype]
+    if kl is not None and not kl <= limit:  # not a number is past every limit
+        _act(state, report.step, kl, limit)
 
-    def check(self, state: LoopState, report: TrainReport) -> None:
-        """Warn, pause, stop or correct when the mismatch KL is past its limit.
 
-        Raises:
-            RunFailed: it is, and `mismatch.action` is "stop".
-        """
-        kl = self._mean(report)
-        limit = state.config.mismatch.max_kl or LIMITS[state.config.model.dtype]
-        if kl is not None and not kl <= limit:  # not a number is past every limit
-            _act(state, report.step, kl, limit)
-
-    def _mean(self, report: TrainReport) -> float | None:
-        """Of the tokens since the last verdict; None while they are too few for one."""
-        kl = report.metrics.get(METRIC)
-        if kl is None:
-            return None
-        tokens = report.metrics.get("mismatch/tokens", MIN_TOKENS)
-        self.total += kl * tokens
-        self.tokens += tokens
-        if self.tokens < MIN_TOKENS:
-            return None
-        mean = self.total / self.tokens
-        self.total = self.tokens = 0.0
-        return mean
+def _mean(state: LoopState, report: TrainReport) -> float | None:
+    """Of the tokens since the last verdict; None while they are too few for one."""
+    kl = report.metrics.get(METRIC)
+    if kl is None:
+        return None
+    tokens = report.metrics.get("mismatch/tokens", MIN_TOKENS)
+    state.mismatch_sum += kl * tokens
+    state.mismatch_tokens += tokens
+    if state.mismatch_tokens < MIN_TOKENS:
+        return None
+    mean = state.mismatch_sum / state.mismatch_tokens
+    state.mismatch_sum = state.mismatch_tokens = 0.0
+    return mean
 
 
 def _act(state: LoopState, step: int, kl: float, limit: float) -> None:

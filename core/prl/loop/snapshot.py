@@ -44,6 +44,8 @@ COUNTERS = (
     "staleness_sum",
     "staleness_count",
     "staleness_max",
+    "mismatch_sum",
+    "mismatch_tokens",
 )
 
 

@@ -101,6 +101,8 @@ class LoopState:
     barren: int = 0  # groups in a row that brought nothing to train; batch sets it back
     admission_closed: bool = False  # publish, while a synchronous evaluation runs
     paused: str = ""  # control, mismatch gate: why nothing new is started or trained; empty while the run goes on
+    mismatch_sum: float = 0.0  # mismatch gate: KL times tokens, and tokens, that it has not judged yet
+    mismatch_tokens: float = 0.0
     correcting: bool = False  # mismatch gate: the correction is in force although it was not from the start
     stopping: bool = False  # control: finish the step in progress, save, end
     checkpoint_requested: bool = False  # control sets, train clears

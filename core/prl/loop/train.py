@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from prl.errors import RunFailed
 from prl.loop.groups import Group
-from prl.loop.mismatch import MismatchGate
+from prl.loop.mismatch import check_mismatch
 from prl.loop.state import Batch, LoopState
 from prl.loop.waits import within
 from prl.messages import TrainReport
@@ -30,7 +30,6 @@ class Trainer:
         self._state = state
         self._checkpoint = checkpoint
         self._on_step = on_step
-        self._gate = MismatchGate()
         self._last = 0.0
 
     async def run(self) -> None:
@@ -70,7 +69,7 @@ class Trainer:
         state.version = batch.step
         state.training = None
         self._settle(batch, report, started, trained)
-        self._gate.check(state, report)
+        check_mismatch(state, report)
         if self._checkpoint_due():
             state.checkpoint_requested = False
             await self._checkpoint(state.version)

@@ -15,7 +15,7 @@ from prl.loop import snapshot
 from prl.loop.snapshot import Snapshot
 from prl.loop.state import LoopState
 from prl.loop.supervisor import Loop
-from prl.messages import EpisodeRequest
+from prl.messages import EngineGauges, EpisodeRequest
 from prl.testing.fakes import FakeFleet, FakeRunner, FakeTrainer, fake_config, fake_state
 
 
@@ -54,9 +54,20 @@ class World:
             return EpisodeFailed(self.random.choice(["lost", "broken"]), retryable=self.random.random() < 0.5)
         return None
 
+    def gauges(self) -> list[EngineGauges]:
+        """Engines that say anything: it may slow a run with an adaptive limit down, and break nothing."""
+        r = self.random
+        return [
+            EngineGauges(
+                replica, r.random(), r.randint(0, 40), r.randint(0, 20), r.randint(0, 99), 10_000, r.random() * 8
+            )
+            for replica in range(r.randint(0, 2))
+        ]
+
     def start(self) -> tuple[Loop, LoopState, FakeTrainer]:
         """A new process, continuing from the newest snapshot if there is one."""
         fleet = FakeFleet(lambda: self.random.expovariate(1 / self.speed["install"]))
+        fleet.gauges = self.gauges  # type: ignore[method-assign]
         seconds = lambda: self.random.expovariate(1 / self.speed["trainer"])  # noqa: E731
         trainer = FakeTrainer(seconds, dp_size=1 + self.seed % 2)
         runner = FakeRunner(fleet, seconds=self.seconds, fails=self.fails, num_tasks=50)

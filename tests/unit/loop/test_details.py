@@ -11,7 +11,7 @@ from prl.errors import EpisodeFailed, RunFailed
 from prl.loop import snapshot
 from prl.loop.batch import Batcher
 from prl.loop.groups import Group
-from prl.loop.mismatch import MismatchGate
+from prl.loop.mismatch import check_mismatch
 from prl.loop.score import Scorer, attach
 from prl.loop.state import LoopState
 from prl.loop.supervisor import Loop
@@ -277,19 +277,22 @@ def test_the_limit_of_mismatch_is_the_precision_s_and_what_is_no_number_is_past_
     config = fake_config()
     config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
     state = fake_state(config)
-    MismatchGate().check(state, TrainReport(0, 1, 1, {"mismatch/kl": kl}, 0.0))
+    check_mismatch(state, TrainReport(0, 1, 1, {"mismatch/kl": kl}, 0.0))
     assert (state.paused == "") is passes
 
 
 def test_steps_with_few_tokens_of_their_own_version_are_judged_together() -> None:
     """One odd token in ten is no verdict; the same on the mean of enough of them."""
-    state, gate = fake_state(fake_config()), MismatchGate()
+    state = fake_state(fake_config())
 
     def report(step: int, kl: float, tokens: int) -> str:
-        gate.check(state, TrainReport(0, step, step, {"mismatch/kl": kl, "mismatch/tokens": tokens}, 0.0))
+        check_mismatch(state, TrainReport(0, step, step, {"mismatch/kl": kl, "mismatch/tokens": tokens}, 0.0))
         return state.paused
 
     assert report(1, 0.09, 10) == "" and report(2, 0.0, 240) == ""
+    data = snapshot.take(state, None, None)
+    state = fake_state(fake_config())
+    snapshot.restore(state, data)  # a resumed run goes on with them
     assert "step 3: the mismatch KL between trainer and engine is 0.0035" in report(3, 0.0, 7)
     state.paused = ""
     assert report(4, 0.0, 300) == "", "what was judged once is not judged again"
