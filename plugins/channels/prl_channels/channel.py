@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from prl.protocols import ChannelPlugin, ChannelReceiver, ChannelSender
-from prl_channels.config import ChannelConfig, CudaIpcConfig, FilesystemConfig, ShmConfig
+from prl_channels.config import ChannelConfig, CudaIpcConfig, FilesystemConfig, NcclConfig, ShmConfig
 
 if TYPE_CHECKING:
     from prl_channels.transports.base import Inlet, Outlet
@@ -56,5 +56,14 @@ def cuda_ipc(config: CudaIpcConfig) -> ChannelPlugin:
         from prl_channels.transports import ipc
 
         return ipc.CudaIpcOutlet, ipc.CudaIpcInlet
+
+    return Channel(config, ends)
+
+
+def nccl(config: NcclConfig) -> ChannelPlugin:
+    def ends() -> tuple[Callable[[NcclConfig], Outlet], Callable[[NcclConfig], Inlet]]:
+        from prl_channels.transports import nccl
+
+        return nccl.NcclOutlet, nccl.NcclInlet
 
     return Channel(config, ends)

@@ -47,3 +47,12 @@ class ShmConfig(HostConfig):
 class CudaIpcConfig(ChannelConfig):
     """Weights stay on the trainer's GPU. That takes their size there for every version that is not yet released, two at
     most times."""
+
+
+class NcclConfig(ChannelConfig):
+    """Weights stay on the trainer's GPU until their release; engines pull them."""
+
+    host: str = "127.0.0.1"
+    """Where the trainer listens for engines; with engines on other hosts an address that they reach it by."""
+    timeout_s: float = Field(60.0, gt=0)
+    """How long one transfer may take. An engine that dies in the midst of one is given up then."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from prl.contribution import Contribution
-from prl_channels.config import CudaIpcConfig, FilesystemConfig, ShmConfig
+from prl_channels.config import CudaIpcConfig, FilesystemConfig, NcclConfig, ShmConfig
 
 FILESYSTEM = Contribution(
     factory="prl_channels.channel:filesystem",
@@ -19,4 +19,9 @@ CUDA_IPC = Contribution(
     factory="prl_channels.channel:cuda_ipc",
     config=CudaIpcConfig,
     summary="memory of the trainer's GPU that engines of the same host open: no copy where they share the GPU",
+)
+NCCL = Contribution(
+    factory="prl_channels.channel:nccl",
+    config=NcclConfig,
+    summary="from the trainer's GPU to engines on other GPUs, of the same host or of others",
 )

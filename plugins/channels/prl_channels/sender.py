@@ -45,6 +45,8 @@ class Sender:
         self._shelf = Shelf(directory, fsync=getattr(config, "fsync", False))
         self._chain = Chain(config) if config.encoding == "delta" else None
         self._sent: dict[int, _Sent] = {}
+        if "nonce" in outlet.origin():
+            self._shelf.directory.chmod(0o700)  # whoever reads a manifest may have the weights
 
     def send(
         self,
