@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from prl.errors import EnvironmentNotFit
 from prl.plan import SAFE_VARIABLES, Plan, Role
 
 THREAD_VARIABLES = (
@@ -44,11 +45,19 @@ def visible_gpus(inherited: Mapping[str, str], devices: Path = Path("/dev")) -> 
 def assign_gpus(plan: Plan, available: Sequence[str]) -> dict[tuple[str, int], list[str] | None]:
     """GPUs of every (role, replica), handed out in the plan's order. Where there are too few they are shared, round
     robin: on a machine with one GPU, engine and trainer both use it. Without any, every role is left on the CPU.
+
+    Raises:
+        EnvironmentNotFit: one replica alone would use more than there are.
     """
     assigned: dict[tuple[str, int], list[str] | None] = {}
     position = 0
     for role in plan.roles:
-        wanted = min(role.resources.gpus, len(available))
+        wanted = role.resources.gpus if available else 0
+        if wanted > len(available):
+            raise EnvironmentNotFit(
+                f"{role.name} takes {wanted} GPUs for each replica, and this machine has {len(available)}: configure it "
+                "for fewer (trainer.processes, the engine's parallel sizes), or use a machine with more"
+            )
         for replica in range(role.replicas):
             if not wanted:
                 assigned[role.name, replica] = None

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from prl.errors import EnvironmentNotFit
 from prl.plan import Plan, Resources, Role
 from prl_launchers.causes import HEADER, cause, how_it_ended, last_error
 from prl_launchers.slots import NoGpuError, Slot, missing
@@ -42,8 +43,13 @@ def test_gpus_are_given_out_in_order() -> None:
 
 
 def test_too_few_gpus_are_shared_and_none_leaves_roles_alone() -> None:
-    assert gpus(["5"], ("engine", 1, 1), ("trainer", 1, 2)) == {("engine", 0): ["5"], ("trainer", 0): ["5"]}
+    assert gpus(["5"], ("engine", 1, 1), ("trainer", 1, 1)) == {("engine", 0): ["5"], ("trainer", 0): ["5"]}
     assert gpus([], ("engine", 1, 1)) == {("engine", 0): None}
+
+
+def test_a_replica_that_takes_more_gpus_than_there_are_is_refused_before_anything_starts() -> None:
+    with pytest.raises(EnvironmentNotFit, match="engine takes 4 GPUs for each replica, and this machine has 2"):
+        gpus(["0", "1"], ("engine", 1, 4), ("trainer", 1, 1))
 
 
 def test_visible_gpus(tmp_path: Path) -> None:
