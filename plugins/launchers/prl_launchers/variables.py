@@ -55,8 +55,8 @@ def assign_gpus(plan: Plan, available: Sequence[str]) -> dict[tuple[str, int], l
         wanted = role.resources.gpus if available else 0
         if wanted > len(available):
             raise EnvironmentNotFit(
-                f"{role.name} takes {wanted} GPUs for each replica, and this machine has {len(available)}: configure it "
-                "for fewer (trainer.processes, the engine's parallel sizes), or use a machine with more"
+                f"{role.name} takes {wanted} GPUs for each replica, and this machine has {len(available)}: configure "
+                "it for fewer (trainer.processes, the engine's parallel sizes), or use a machine with more"
             )
         for replica in range(role.replicas):
             if not wanted:
