@@ -66,8 +66,8 @@ class Ran:
         request = {
             "arguments": {
                 "model": str(self.folder / "0"), "dtype": "float32", "max_model_len": 400, "enforce_eager": True,
-                "skip_tokenizer_init": True, "scheduling_policy": "priority", "max_num_seqs": 32, "block_size": 16,
-                "disable_log_stats": True, "logprobs_mode": "processed_logprobs", "num_gpu_blocks_override": 512,
+                "skip_tokenizer_init": True, "scheduling_policy": "priority", "max_num_seqs": 32, "block_size": 32,
+                "disable_log_stats": True, "logprobs_mode": "processed_logprobs", "num_gpu_blocks_override": 256,
             },
             "channel": ["filesystem", {}],
             "steps": self._steps,
@@ -124,7 +124,7 @@ def _channel_config() -> Any:
     return FilesystemConfig(visibility_s=0.1)
 
 
-@pytest.fixture(scope="module", params=["tied", "moe", pytest.param("untied", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["tied", "untied", "moe"])
 def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ran]:
     """Every step, in an order in which each begins with a whole version."""
     threads = torch.get_num_threads()
@@ -181,7 +181,7 @@ def test_after_three_publishes_engine_and_forward_pass_agree(ran: Ran) -> None:
         kl = (difference.exp() - 1 - difference).mean().item()
         assert kl < 1e-6 and difference.abs().max() < EDGE, f"version {version}: k3 {kl:.3g}"
         mean = sum(sum(made["logprobs"]) for made in ran.answers[label]) / len(difference)
-        assert mean > -3.5, f"mean log-probability {mean:.2f}: on nearly uniform distributions nothing would be seen"
+        assert mean > -4.5, f"mean log-probability {mean:.2f}: on a nearly uniform distribution, -5.5, nothing shows"
 
 
 def test_tokens_that_cross_swaps_are_exact_where_the_cache_is_recomputed(ran: Ran) -> None:
