@@ -135,6 +135,18 @@ class EngineClient(Protocol):
     async def close(self) -> None: ...
 
 
+class SleepingEngineClient(EngineClient, Protocol):
+    """Of an engine whose schema says `can_sleep`: with `engine.sleep` it makes room for the trainer on its GPU."""
+
+    async def sleep(self) -> None:
+        """Stop, and free the memory of the GPU, until `wake`. Requests stay. Idempotent."""
+        ...
+
+    async def wake(self) -> None:
+        """Take the memory again: the same weights, empty caches. Idempotent."""
+        ...
+
+
 class EnginePlugin(Protocol):
     """An inference server. Its schema may say, as `takes_adapters`, that it serves low-rank adapters beside the model
     it started with: then `prl.adapters.published` tells it which ones the trainer will send.
@@ -320,4 +332,10 @@ class EngineFleet(Protocol):
         """Versions that an engine is reading at this moment, which must not be released."""
         ...
 
-    async def install(self, weights: WeightsRef) -> None: ...
+    async def install(self, weights: WeightsRef) -> None:
+        """Those that sleep are woken first."""
+        ...
+
+    async def sleep(self) -> None:
+        """Every engine frees its GPU's memory, until the next `install`."""
+        ...

@@ -184,6 +184,21 @@ def _concurrency_lets_a_group_run(config: RunConfig) -> Iterator[Problem]:
         )
 
 
+def _sleep_disturbs_nobody(config: RunConfig) -> Iterator[Problem]:
+    """An engine's schema may say, as `can_sleep`, that it can free its GPU's memory and take it again."""
+    if not config.engine.sleep:
+        return
+    if config.loop.max_staleness:
+        yield Problem(
+            "engine.sleep",
+            f"is true, but with loop.max_staleness = {config.loop.max_staleness} answers are sampled while the trainer "
+            "trains, which a sleeping engine cannot do. Set loop.max_staleness = 0, or share the GPU's memory between "
+            "both instead, with a smaller engine.gpu_memory_utilization",
+        )
+    if not getattr(config.engine.plugin_config(), "can_sleep", False):
+        yield Problem("engine.sleep", f"is true, but {config.engine.use} cannot free its memory while it runs")
+
+
 def _exact_repetition(config: RunConfig) -> Iterator[Problem]:
     """An engine's schema may say, as `repeatable`, whether its results depend on what is computed beside them."""
     if config.loop.max_staleness == 0 and not getattr(config.engine.plugin_config(), "repeatable", True):
@@ -235,6 +250,7 @@ _RUN_RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _every_update_has_a_group,
     _enough_samples_for_every_rank,
     _concurrency_lets_a_group_run,
+    _sleep_disturbs_nobody,
     _exact_repetition,
     _evaluation_happens,
 )

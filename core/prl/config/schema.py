@@ -151,6 +151,8 @@ class EngineTable(PluginTable):
     """Servers, each with the whole model."""
     threads: int = Field(0, ge=0)
     """CPU threads of each replica; 0 leaves it to the numeric library."""
+    sleep: bool = False
+    """Free its GPU's memory while the trainer trains, where both share it. Needs `loop.max_staleness = 0`."""
     adapters: Literal["auto", "merged"] = "auto"
     """How low-rank adapters reach it: as adapters, where it takes them, or "merged" into whole weights."""
     install_timeout_s: float = Field(300, gt=0)
@@ -344,7 +346,8 @@ class ServeConfig(Table):
 
     def run_config(self) -> RunConfig:
         """A run without steps and environments, which is how engines read it."""
-        return RunConfig(**{key: getattr(self, key) for key in type(self).model_fields}, loop=LoopTable(steps=0))
+        read = {key: getattr(self, key) for key in type(self).model_fields}
+        return RunConfig(**read, loop=LoopTable(steps=0), sampling=SamplingTable(max_tokens=1))
 
 
 class SftConfig(Table):

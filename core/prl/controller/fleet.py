@@ -12,12 +12,13 @@ import logging
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from typing import cast
 
 from prl.controller.hub import Connection, Hub
 from prl.errors import PrlError, RunFailed, WeightsError, WireError
 from prl.messages import SET_ENGINES, EngineAddress, EngineGauges, EngineHealth, EngineSet, WeightsRef
 from prl.planning import ENGINE
-from prl.protocols import EngineClient, EnginePlugin
+from prl.protocols import EngineClient, EnginePlugin, SleepingEngineClient
 
 log = logging.getLogger(__name__)
 
@@ -35,14 +36,15 @@ EndEngine = Callable[[Connection, str], None]
 @dataclass(eq=False)
 class Engine:
     """One registered engine. `holds` is the version it serves with, None before it has caught up; `reading` the one
-    that is being installed; `late` says that it has one, and that there was a newer one by then. `task` brings it to
-    the newest version, and returns why that was not possible."""
+    that is being installed; `late` says that it has one, and that there was a newer one by then; `asleep` that the
+    memory of its GPU is free. `task` brings it to the newest version, and returns why that was not possible."""
 
     connection: Connection
     client: EngineClient
     holds: WeightsRef | None = None
     reading: WeightsRef | None = None
     late: bool = False
+    asleep: bool = False
     task: asyncio.Task[PrlError | None] | None = None
     since: float = field(default_factory=time.monotonic)
 
@@ -84,6 +86,8 @@ class WireFleet:
         self._current: WeightsRef | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._version = 0
+        self._resting = False
+        """From `sleep` to the next install: one that joins meanwhile sleeps, too."""
         hub.on_joined.append(self._joined)
         hub.on_left.append(self._left)
         for connection in hub.of(ENGINE):
@@ -130,7 +134,7 @@ class WireFleet:
         Raises:
             WeightsError: every engine refused it. RunFailed: no engine is left, and none came back in time.
         """
-        self._current = weights
+        self._current, self._resting = weights, False
         present = [engine for engine in self.engines.values() if not engine.connection.leaving]
         waited = [engine for engine in present if engine.task is None or engine.serves or engine.late]
         errors = await asyncio.gather(*(self._driven(engine) for engine in waited))
@@ -142,6 +146,18 @@ class WireFleet:
             self._give_up(engine, error)
         await self._wait_for_engine(weights)
         self._announce()
+
+    async def sleep(self) -> None:
+        """Every engine frees its GPU's memory until the next install. One that cannot is ended."""
+        self._resting = True
+        await asyncio.gather(*(self._lull(engine) for engine in list(self.engines.values())))
+
+    async def _lull(self, engine: Engine) -> None:
+        try:
+            await cast(SleepingEngineClient, engine.client).sleep()
+            engine.asleep = True
+        except PrlError as error:
+            self._give_up(engine, WireError(f"{engine.connection.label} cannot free its GPU's memory: {error}"))
 
     async def close(self) -> None:
         for engine in list(self.engines.values()):
@@ -185,7 +201,7 @@ class WireFleet:
 
     async def _twice(self, engine: Engine, weights: WeightsRef, what: str) -> PrlError | None:
         try:
-            await engine.client.install(weights)
+            await self._installed(engine, weights)
             return None
         except PrlError as error:
             # Once more: a read that raced the file system, a connection that was cut, or an error of the engine that
@@ -197,11 +213,17 @@ class WireFleet:
             if not isinstance(error, WeightsError):
                 await self._connect_again(engine)
         try:
-            await engine.client.install(weights)
+            await self._installed(engine, weights)
             return None
         except PrlError as error:
             kind = WeightsError if isinstance(error, WeightsError) else WireError
             return kind(f"{what}: {error}")
+
+    async def _installed(self, engine: Engine, weights: WeightsRef) -> None:
+        if engine.asleep:
+            await cast(SleepingEngineClient, engine.client).wake()
+            engine.asleep = False
+        await engine.client.install(weights)
 
     async def _wait_for_engine(self, weights: WeightsRef) -> None:
         deadline = asyncio.get_running_loop().time() + RESTART_WAIT_S
@@ -281,7 +303,9 @@ class WireFleet:
         elif connection.role == ENGINE:
             client = self._plugin.connect(connection.address, self._token)
             engine = self.engines[connection.replica] = Engine(connection, client)
-            if self._current is not None and not connection.leaving:
+            if self._resting:
+                self._keep_task(self._lull(engine))
+            elif self._current is not None and not connection.leaving:
                 self._bring_in_background(engine)
 
     def _bring_in_background(self, engine: Engine) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from prl.engine.methods import Failure
 from prl.messages import GenerateRequest, Generation, WeightsRef
@@ -84,3 +84,16 @@ class Backend(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class SleepingBackend(Backend, Protocol):
+    """Of an engine whose schema says `can_sleep`."""
+
+    async def sleep(self) -> None:
+        """Stop, and free the memory of the GPU. Requests stay. Never called while asleep."""
+        ...
+
+    async def wake(self) -> None:
+        """Undo it: the same weights, empty caches. Only called while asleep."""
+        ...

@@ -12,6 +12,8 @@ from prl.messages import NOTHING, EngineHealth, GenerateRequest, Generation, Not
 from prl.wire import Client
 
 CONTROL_TIMEOUT_S = 60.0
+SLEEP_TIMEOUT_S = 300.0
+"""Weights travel between the GPU and the host."""
 INSTALL_TIMEOUT_S = 1800.0
 
 
@@ -71,6 +73,12 @@ class WireEngineClient:
 
     async def resume(self) -> None:
         await self._wire.call(methods.RESUME, NOTHING, timeout=CONTROL_TIMEOUT_S)
+
+    async def sleep(self) -> None:
+        await self._wire.call(methods.SLEEP, NOTHING, timeout=SLEEP_TIMEOUT_S)
+
+    async def wake(self) -> None:
+        await self._wire.call(methods.WAKE, NOTHING, timeout=SLEEP_TIMEOUT_S)
 
     async def health(self) -> EngineHealth:
         return await self._wire.call(methods.HEALTH, NOTHING, timeout=CONTROL_TIMEOUT_S)

@@ -15,9 +15,9 @@ import msgspec
 
 from prl import faults
 from prl.engine import methods
-from prl.engine.backend import Backend, Result
+from prl.engine.backend import Backend, Result, SleepingBackend
 from prl.engine.methods import Failure
-from prl.errors import WeightsError
+from prl.errors import WeightsError, WireError
 from prl.faults import InjectedFault
 from prl.messages import NOTHING, EngineHealth, Generation, Nothing, WeightsRef
 from prl.role import RoleProcess
@@ -34,6 +34,7 @@ class EngineServer:
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
         self.paused = False
+        self.asleep = False
         self._pausing = asyncio.Lock()
         self._installing = asyncio.Lock()
         self._installed: WeightsRef | None = None
@@ -50,6 +51,8 @@ class EngineServer:
             methods.PAUSE: self._pause,
             methods.INSTALL: self._install,
             methods.RESUME: self._resume,
+            methods.SLEEP: self._sleep,
+            methods.WAKE: self._wake,
             methods.HEALTH: self._health,
         }
 
@@ -60,6 +63,8 @@ class EngineServer:
             load = backend.load
             process.busy = backend.busy
             process.doing = f"generating {load} requests" if load else "waiting for requests"
+            if self.asleep:
+                process.doing = "asleep while the trainer trains"
             process.gauges = {"version": float(backend.version), "load": float(load), **backend.gauges()}
             await asyncio.sleep(REPORT_S)
 
@@ -121,6 +126,25 @@ class EngineServer:
                 await self.backend.resume()
                 self.paused = False
         return NOTHING
+
+    async def _sleep(self, peer: Peer, request: Nothing) -> Nothing:
+        async with self._installing, self._pausing:
+            if not self.asleep:
+                await self._sleeper().sleep()
+                self.asleep = True
+        return NOTHING
+
+    async def _wake(self, peer: Peer, request: Nothing) -> Nothing:
+        async with self._installing, self._pausing:
+            if self.asleep:
+                await self._sleeper().wake()
+                self.asleep = False
+        return NOTHING
+
+    def _sleeper(self) -> SleepingBackend:
+        if not isinstance(self.backend, SleepingBackend):
+            raise WireError("this engine cannot free its GPU's memory while it runs: set engine.sleep = false")
+        return self.backend
 
     async def _install(self, peer: Peer, weights: WeightsRef) -> Nothing:
         """One at a time, in the order asked for. What is installed already is not installed again: its acknowledgement

@@ -53,6 +53,9 @@ class Trainer:
         state.signal.notify()
         loop = asyncio.get_running_loop()
         timeout = state.config.loop.step_timeout_s
+        if state.config.engine.sleep:
+            with state.waits.on("train", "engine", "it frees its GPU's memory", timeout):
+                await within(state.roles.fleet.sleep(), timeout, "putting the engines to sleep", "engine")
         started = loop.time()
         for message in batch.messages:  # it may have come into force since the batch was formed
             message.correction = state.correction

@@ -32,6 +32,7 @@ class FakeEngine:
         self._vocabulary = vocabulary
         self._end = end
         self._token_s = token_s
+        self.asleep = False
         self._running = asyncio.Event()
         self._running.set()
 
@@ -82,12 +83,21 @@ class FakeEngine:
         Raises:
             WeightsError: another location.
         """
+        assert not self.asleep, "weights for an engine that sleeps"
         if not weights.location.startswith("fake:"):
             raise WeightsError(f"{weights.location}: a fake engine installs what a fake trainer published")
         self.version, self.incarnation = weights.version, weights.incarnation
         self.installed.append(weights.version)
 
     async def resume(self) -> None:
+        self._running.set()
+
+    async def sleep(self) -> None:
+        self.asleep = True
+        self._running.clear()
+
+    async def wake(self) -> None:
+        self.asleep = False
         self._running.set()
 
     async def health(self) -> EngineHealth:

@@ -36,6 +36,7 @@ class FakeFleet:
     def __init__(self, seconds: Callable[[], float] = lambda: 0.0) -> None:
         self.version = 0
         self.installed: list[int] = []
+        self.asleep = False
         self._seconds = seconds
 
     def gauges(self) -> Sequence[EngineGauges]:
@@ -46,8 +47,12 @@ class FakeFleet:
 
     async def install(self, weights: WeightsRef) -> None:
         await asyncio.sleep(self._seconds())
+        self.asleep = False
         self.version = weights.version
         self.installed.append(weights.version)
+
+    async def sleep(self) -> None:
+        self.asleep = True
 
 
 class FakeRunner:

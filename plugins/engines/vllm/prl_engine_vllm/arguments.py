@@ -47,6 +47,8 @@ def complete(config: RunConfig, own: VllmConfig, replica: int = 0) -> dict[str, 
         "host": own.api_host,
         "port": own.api_port + replica if own.api_port else 0,
     }
+    if config.engine.sleep:
+        fixed["enable_sleep_mode"] = True
     return defaults | _for_adapters(adapter, config) | own.arguments | fixed
 
 

@@ -60,6 +60,14 @@ class VllmBackend:
         self._pause_wanted = False
         await self._generation.go_on()
 
+    async def sleep(self) -> None:
+        await self._generation.sleep()
+
+    async def wake(self) -> None:
+        await self._generation.wake()
+        if self._pause_wanted:
+            await self._generation.pause()
+
     async def install(self, weights: WeightsRef) -> None:
         try:
             await self._installer.install(weights)

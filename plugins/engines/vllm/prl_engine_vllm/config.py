@@ -31,6 +31,7 @@ OURS = {
     "generation_config": "what is sampled is what prl asks for",
     "override_generation_config": "what is sampled is what prl asks for",
     "skip_tokenizer_init": "the HTTP interface needs the tokenizer",
+    "enable_sleep_mode": "sleep is this key",
     "config": "the keys of this table are the arguments",
 }
 """Arguments that are not a user's to set, with the reason."""
@@ -40,6 +41,7 @@ class VllmConfig(PluginConfig):
     model_config = ConfigDict(extra="allow")
 
     takes_adapters: ClassVar[bool] = True
+    can_sleep: ClassVar[bool] = True
     repeatable: ClassVar[bool] = False
 
     python: str = ""

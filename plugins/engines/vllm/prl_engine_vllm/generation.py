@@ -323,6 +323,19 @@ class Generation:
         self.paused = False
         self.gauges.moved = time.monotonic()
 
+    async def sleep(self) -> None:
+        """Free the GPU's memory: the weights move to the host, keys and values are gone. Requests in flight stay, and
+        compute theirs again after `wake`."""
+        await self.pause()
+        await self._llm.engine_core.reset_prefix_cache_async(True)
+        await self._llm.sleep(level=1, mode="keep")
+
+    async def wake(self) -> None:
+        """Undo it, and go on with the weights from before."""
+        await self._llm.wake_up()
+        self._weights += 1
+        await self.go_on()
+
     def hold(self) -> None:
         """See `Gate`."""
         if self._held is None:

@@ -9,6 +9,7 @@ from typing import cast
 
 import msgspec
 import numpy as np
+import torch
 
 from prl import adapters, faults
 from prl.config.schema import RunConfig
@@ -96,6 +97,8 @@ class Trainer:
         else:
             for _ in tensors:  # takes its part in every gather
                 pass
+        if self.config.engine.sleep and self.runtime.device.type == "cuda":
+            torch.cuda.empty_cache()  # what the step needed beside the model is the engine's until the next one
         return msgspec.msgpack.decode(share_bytes(answer, self.runtime), type=WeightsRef)
 
     def release(self, versions: Sequence[int]) -> None:
