@@ -103,6 +103,8 @@ class Supervision:
         self._kill_asked = False
         self._suspect: tuple[Slot, str] | None = None
         self._code: int | None = None
+        for line in variables.shared_gpus(gpus):
+            self._note(line)
 
     # --- the run's life -----------------------------------------------------------------------------------
 

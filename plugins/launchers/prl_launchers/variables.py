@@ -65,3 +65,12 @@ def assign_gpus(plan: Plan, available: Sequence[str]) -> dict[tuple[str, int], l
             assigned[role.name, replica] = [available[(position + i) % len(available)] for i in range(wanted)]
             position += wanted
     return assigned
+
+
+def shared_gpus(assigned: Mapping[tuple[str, int], Sequence[str] | None]) -> list[str]:
+    """A line for each GPU that several processes have: its memory is theirs to divide."""
+    users: dict[str, list[str]] = {}
+    for (role, replica), gpus in assigned.items():
+        for gpu in gpus or ():
+            users.setdefault(gpu, []).append(f"{role}-{replica}")
+    return [f"GPU {gpu} is shared by {' and '.join(names)}" for gpu, names in users.items() if len(names) > 1]

@@ -10,7 +10,7 @@ from prl.errors import EnvironmentNotFit
 from prl.plan import Plan, Resources, Role
 from prl_launchers.causes import HEADER, cause, how_it_ended, last_error
 from prl_launchers.slots import NoGpuError, Slot, missing
-from prl_launchers.variables import assign_gpus, environment, visible_gpus
+from prl_launchers.variables import assign_gpus, environment, shared_gpus, visible_gpus
 
 SECRETS = {"HF_TOKEN": "x", "WANDB_API_KEY": "y", "AWS_SECRET_ACCESS_KEY": "z", "PATH": "/bin", "LANG": "C"}
 
@@ -119,6 +119,17 @@ def test_another_replica_gets_free_gpus_or_is_refused() -> None:
         missing(engine, 4, there, list("01234567"))
     there[0].state = "ended"
     assert [slot.gpus for slot in missing(engine, 1, there, list("01234567"))] == [["0", "1"]], "what it had is free"
+
+
+def test_it_is_said_which_gpus_are_shared() -> None:
+    roles = [
+        Role(name, (), resources=Resources(gpus=gpus)) for name, gpus in (("engine", 1), ("trainer", 1), ("gateway", 0))
+    ]
+    assert shared_gpus(assign_gpus(Plan("r", "/r", tuple(roles)), ["3"])) == [
+        "GPU 3 is shared by engine-0 and trainer-0"
+    ]
+    assert shared_gpus(assign_gpus(Plan("r", "/r", tuple(roles)), ["3", "4"])) == []
+    assert shared_gpus(assign_gpus(Plan("r", "/r", tuple(roles)), [])) == []
 
 
 def test_where_gpus_are_shared_already_another_replica_shares_too() -> None:
