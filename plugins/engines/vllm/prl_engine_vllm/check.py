@@ -50,7 +50,8 @@ def report(config: RunConfig) -> Report:
 
 def blamed(message: str, given: Mapping[str, Any]) -> str:
     """The key that a message of vLLM is about."""
-    named = [key for key in given if re.search(rf"\b{key}\b", message.replace("-", "_"))]
+    words = set(re.findall(r"[a-z0-9]\w*", message.replace("-", "_")))  # "--some-key" too
+    named = [key for key in given if key in words]
     if named:
         return f"engine.{max(named, key=len)}"
     return "model.path" if _OF_THE_MODEL.search(message) else "engine"
