@@ -44,8 +44,9 @@ def not_running(run: RunDir) -> NotRunning:
     if not last:
         return NotRunning(f"run {run.name!r} is not running and never got as far as a status; see {run.logs}/")
     when = output.ago(time.time() - run.status.stat().st_mtime)
-    text = f"run {run.name!r} is not running: {last.get('state', 'ended')} at step {last.get('step', 0)}"
-    text += f" of {last.get('steps', '?')}, {when}"
+    text = f"run {run.name!r} is not running: {last.get('state', 'ended')}"
+    text += "" if last.get("kind") == "serve" else f" at step {last.get('step', 0)} of {last.get('steps', '?')}"
+    text += f", {when}"
     if last.get("failed_reason"):
         text += f": {last['failed_reason']}"
     if last.get("log"):

@@ -68,6 +68,7 @@ def test_the_commands_for_runs_know_it(going: Going) -> None:
     assert refused.returncode == 1 and "only serves a model" in refused.stderr
     listed = json.loads(run.project.prl("runs", "--json").stdout)["runs"]
     assert [(row["name"], row["state"]) for row in listed] == [("serve-it", "running")]
+    assert run.project.prl("runs", "show", "serve-it").stdout.startswith("serve-it: running\n")
     again = run.project.prl("serve", str(run.project.model), "--engine", ENGINE, "--set", "name=serve-it")
     assert again.returncode == 2 and "is going on" in again.stderr
 
@@ -86,6 +87,8 @@ def test_ctrl_c_ends_all_of_it(going: Going) -> None:
     assert process.wait(60) == 0, run.output()
     wait_until(lambda: not run.alive(), "every process has ended", 20)
     assert (run.status["kind"], run.status["state"]) == ("serve", "stopped") and run.summary["outcome"] == "stopped"
+    told = run.ask("why-stuck")
+    assert told.returncode == 1 and "is not running: stopped, " in told.stderr
 
 
 def test_stop_ends_it_and_the_same_folder_is_used_again(tmp_path: Path, tiny_model: Path) -> None:

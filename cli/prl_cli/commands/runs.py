@@ -64,7 +64,8 @@ def show(run: RunName, runs_dir: RunsDir = None, json: Json = False) -> None:
     if summary:
         told = lines(found, summary, facts)
     else:
-        told = [f"{found.name}: {row['state']} at step {row['step']}/{row['steps']}", *aligned(facts)]
+        where = f" at step {row['step']}/{row['steps']}" if row["step"] is not None else ""
+        told = [f"{found.name}: {row['state']}{where}", *aligned(facts)]
     for line in told:
         typer.echo(line)
 

@@ -18,6 +18,7 @@ from prl.config.schema import RunConfig
 from prl.controller.control import silent_roles
 from prl.controller.hub import Connection, Hub
 from prl.controller.run import START_TIMEOUT_S
+from prl.controller.silence import end_silent_roles
 from prl.errors import PrlError, RunFailed, StoreError
 from prl.messages import CONTROL, NOTHING, SHUTDOWN, ControlReply, ControlRequest
 from prl.rundir import RunDir
@@ -49,7 +50,10 @@ class Serving:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self.stop)
         atomic_write(self.run_dir.socket, self.hub.server.start().encode())
-        ticker = asyncio.create_task(self._tick())
+        guards = [
+            asyncio.create_task(self._tick()),
+            asyncio.create_task(end_silent_roles(self.hub, self.store, self.config.loop.silent_after_s)),
+        ]
         error: PrlError | None = None
         try:
             await self.hub.wait_for("engine", self.config.engine.replicas, START_TIMEOUT_S)
@@ -58,7 +62,8 @@ class Serving:
         except PrlError as failure:
             error = None if self._stop.is_set() else failure
         finally:
-            ticker.cancel()
+            for guard in guards:
+                guard.cancel()
             await self._end(error)
         return error.exit_code if error is not None else 0
 

@@ -12,18 +12,25 @@ import asyncio
 import logging
 import os
 import time
+from typing import Protocol
 
 from prl.controller.hub import Connection, Hub
-from prl.loop.state import Sink
 from prl.planning import ENGINE, ENV_PREFIX
 
 log = logging.getLogger(__name__)
+
+
+class EventSink(Protocol):
+    """Where it is told."""
+
+    def event(self, kind: str, **data: object) -> None: ...
+
 
 CHECKS = 8
 """Looks within one limit: a silent role is killed at most an eighth of the limit late."""
 
 
-async def end_silent_roles(hub: Hub, sink: Sink, limit: float) -> None:
+async def end_silent_roles(hub: Hub, sink: EventSink, limit: float) -> None:
     """Kill workers and engines that were silent for `limit` seconds, for ever."""
     period = limit / CHECKS
     while True:
@@ -37,7 +44,7 @@ async def end_silent_roles(hub: Hub, sink: Sink, limit: float) -> None:
                 _end(hub, sink, connection, silent)
 
 
-def _end(hub: Hub, sink: Sink, connection: Connection, silent: float) -> None:
+def _end(hub: Hub, sink: EventSink, connection: Connection, silent: float) -> None:
     why = f"it was silent for {silent:.1f} s (limit loop.silent_after_s), doing {connection.doing!r}"
     if connection.role != ENGINE:
         why += ": something in the environment blocks its event loop"

@@ -166,7 +166,12 @@ class EngineServer:
     def _health(self, peer: Peer, request: Nothing) -> EngineHealth:
         backend = self.backend
         return EngineHealth(
-            backend.version, backend.incarnation, self.paused, backend.load, backend.busy, backend.info()
+            backend.version,
+            backend.incarnation,
+            self.paused or self.asleep,
+            backend.load,
+            backend.busy,
+            backend.info(),
         )
 
 
