@@ -52,8 +52,8 @@ def peft_name(name: str) -> str:
     return f"{PEFT_PREFIX}{name}.weight"
 
 
-def peft_config(adapter: Adapter, base: str) -> dict[str, Any]:
-    """What adapter_config.json says of adapters over the model `base`."""
+def peft_config(adapter: Adapter, base: str = "") -> dict[str, Any]:
+    """What adapter_config.json says of adapters over the model `base`, "" for one that whoever loads them knows."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

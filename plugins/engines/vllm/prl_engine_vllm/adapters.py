@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prl.adapters import Adapter
+from prl.adapters import PEFT_CONFIG, PEFT_WEIGHTS, Adapter, peft_config
 from prl.errors import ConfigError, WeightsError
 
 if TYPE_CHECKING:
@@ -50,18 +50,8 @@ def write_folder(folder: Path, adapter: Adapter, tensors: Mapping[str, Any]) -> 
 
     folder.mkdir(parents=True, exist_ok=True)
     held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(held, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    described = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "r": adapter.rank,
-        "lora_alpha": adapter.alpha,
-        "target_modules": sorted(adapter.targets),
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "inference_mode": True,
-    }
-    (folder / "adapter_config.json").write_text(json.dumps(described))
+    save_file(held, folder / PEFT_WEIGHTS, metadata={"format": "pt"})
+    (folder / PEFT_CONFIG).write_text(json.dumps(peft_config(adapter)))
 
 
 class Adapters:
