@@ -65,8 +65,13 @@ class EngineServer:
             process.doing = f"generating {load} requests" if load else "waiting for requests"
             if self.asleep:
                 process.doing = "asleep while the trainer trains"
-            process.gauges = {"version": float(backend.version), "load": float(load), **backend.gauges()}
+            process.gauges = self.gauges()
             await asyncio.sleep(REPORT_S)
+
+    def gauges(self) -> dict[str, float]:
+        """What a heartbeat carries."""
+        backend = self.backend
+        return {"version": float(backend.version), "load": float(backend.load), **backend.gauges()}
 
     def close(self) -> None:
         self.backend.close()

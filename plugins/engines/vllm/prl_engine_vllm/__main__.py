@@ -65,6 +65,7 @@ async def serve(process: role.RoleProcess) -> None:
     collect_garbage_rarely()
     tasks: list[asyncio.Task[Any]] = []
     try:
+        process.gauges = engine.gauges()  # in its first heartbeat: admission goes by the size of the cache
         welcome = await process.register({}, address=address, info=about(llm, url))
         installer.incarnation = generation.incarnation = welcome.incarnation
         log.info("serving; over HTTP at %s with the run's token as the key", url)
