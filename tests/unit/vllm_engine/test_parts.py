@@ -77,8 +77,18 @@ def test_what_the_parser_refuses_names_the_key(
     with pytest.raises(arguments.Refused, match=match) as caught:
         arguments.parse(given)
     assert caught.value.key == key
+    monkeypatch.setattr(arguments, "_on_cpu", lambda: False)
     with pytest.raises(ConfigError, match=key):
         arguments.require(given)
+
+
+def test_on_a_cpu_prompts_are_not_computed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arguments, "_on_cpu", lambda: True)
+    assert arguments.fitted({"a": 1}) == {"a": 1, "enable_chunked_prefill": False}
+    with pytest.raises(arguments.Refused, match="on a CPU"):
+        arguments.fitted({"enable_chunked_prefill": True})
+    monkeypatch.setattr(arguments, "_on_cpu", lambda: False)
+    assert arguments.fitted({"a": 1}) == {"a": 1}
 
 
 def test_replicas_sample_differently_and_listen_apart() -> None:

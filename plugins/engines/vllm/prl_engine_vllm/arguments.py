@@ -56,6 +56,32 @@ def _for_adapters(adapter: Adapter | None, config: RunConfig) -> dict[str, Any]:
     return {} if adapter is None else adapters.arguments(adapter, config.loop.max_staleness)
 
 
+def fitted(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments for the device that is here.
+
+    On a CPU prompts are not computed in parts: with vLLM 0.32 a request that has a random stream of its own would end
+    the engine ("CPU Generator does not use offset"), and every request of ours has one.
+
+    Raises:
+        Refused: it is asked for.
+    """
+    if not _on_cpu():
+        return dict(arguments)
+    if arguments.get("enable_chunked_prefill"):
+        raise Refused(
+            "must be false on a CPU, where vLLM cannot compute a prompt in parts for a request with a random stream "
+            "of its own",
+            "enable_chunked_prefill",
+        )
+    return {**arguments, "enable_chunked_prefill": False}
+
+
+def _on_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
 def parse(arguments: Mapping[str, Any]) -> Namespace:
     """vLLM's namespace of these arguments, as `vllm serve` would have it.
 
@@ -155,6 +181,6 @@ def require(arguments: Mapping[str, Any]) -> Namespace:
         ConfigError: vLLM's parser does not take them.
     """
     try:
-        return parse(arguments)
+        return parse(fitted(arguments))
     except Refused as error:
         raise ConfigError([f"engine.{error.key}: {error}" if error.key else f"[engine]: {error}"]) from error

@@ -17,7 +17,7 @@ import msgspec
 from prl import registry
 from prl.config.schema import RunConfig
 from prl_engine_vllm import settings
-from prl_engine_vllm.arguments import Refused, complete, engine_config, parse
+from prl_engine_vllm.arguments import Refused, complete, engine_config, fitted, parse
 from prl_engine_vllm.config import VllmConfig
 
 _OF_THE_MODEL = re.compile(
@@ -36,9 +36,8 @@ def report(config: RunConfig) -> Report:
     """What vLLM says of a run's engine."""
     own = cast(VllmConfig, config.engine.plugin_config())
     settings.apply(own)
-    arguments = complete(config, own)
     try:
-        namespace = parse(arguments)
+        namespace = parse(fitted(complete(config, own)))
     except Refused as error:
         return Report([(f"engine.{error.key}" if error.key else "engine", str(error))])
     try:
