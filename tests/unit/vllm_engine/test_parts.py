@@ -7,6 +7,7 @@ import asyncio
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from prl.config.load import load_config
 from prl.config.schema import RunConfig
 from prl.errors import ConfigError, EnvironmentNotFit
 from prl_engine_vllm import arguments, engine, http, interpreter, precheck
+from prl_engine_vllm.__main__ import watch
 from prl_engine_vllm.check import Report, blamed
 from prl_engine_vllm.config import VllmConfig
 from prl_engine_vllm.lastwords import last_words
@@ -268,3 +270,24 @@ def test_a_port_in_use_is_said_before_the_engine_is_built() -> None:
             http.bind("127.0.0.1", int(url.rpartition(":")[2]))
     finally:
         sock.close()
+
+
+# --- the watchdog -----------------------------------------------------------------------------------------------
+
+
+def test_an_engine_that_hangs_is_ended_and_one_that_waits_is_not() -> None:
+    generation: Any = SimpleNamespace(load=0, paused=False, gauges=SimpleNamespace(moved=-1e9))
+
+    async def main() -> None:
+        died: list[str] = []
+        watching = asyncio.create_task(watch(generation, 0.02, died.append))
+        await asyncio.sleep(0.03)
+        generation.load, generation.paused, generation.gauges.moved = 3, True, -1e9
+        await asyncio.sleep(0.03)
+        assert died == []
+        generation.paused, generation.gauges.moved = False, -1e9
+        async with asyncio.timeout(5):
+            await watching
+        assert "3 requests" in died[0]
+
+    asyncio.run(main())

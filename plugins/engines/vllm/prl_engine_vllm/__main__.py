@@ -17,7 +17,7 @@ from typing import Any, cast
 from prl import role
 from prl.config.schema import RunConfig
 from prl.engine.server import EngineServer
-from prl.errors import EnvironmentNotFit, RunFailed, WireError
+from prl.errors import ConfigError, EnvironmentNotFit, RunFailed, WireError
 from prl.wire import Server
 from prl_engine_vllm import arguments, http, settings
 from prl_engine_vllm.adapters import Adapters
@@ -90,7 +90,8 @@ def build(namespace: Any, deadline: Deadline) -> Any:
     """vLLM's engine; its processes are started and the model is loaded. It blocks the event loop for that long.
 
     Raises:
-        EnvironmentNotFit: it cannot be built, with what vLLM said last.
+        ConfigError: vLLM refuses the model or the arguments. EnvironmentNotFit: it cannot be built, with what vLLM said
+            last.
     """
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -102,6 +103,8 @@ def build(namespace: Any, deadline: Deadline) -> Any:
             usage_context=UsageContext.ENGINE_CONTEXT,
             enable_log_requests=namespace.enable_log_requests,
         )
+    except arguments.Refused as error:
+        raise ConfigError([f"vLLM refuses it: {error}"]) from error
     except Exception as error:
         raise _cannot_start(deadline, error) from error
     finally:
