@@ -332,8 +332,8 @@ def test_adapters_whose_probes_disagree_are_never_served(make_world: Any) -> Non
 def test_room_for_adapters_covers_every_version_that_may_be_in_flight() -> None:
     from prl.protocols import Adapter
 
-    assert arguments(Adapter(12, 1.0, ()), 4) == {
-        "enable_lora": True, "max_lora_rank": 16, "max_loras": 6, "max_cpu_loras": 6,
+    assert arguments(Adapter(12, 1.0, ("q_proj",)), 4) == {
+        "enable_lora": True, "max_lora_rank": 16, "max_loras": 6, "max_cpu_loras": 6, "lora_target_modules": ["q_proj"],
     }  # fmt: skip
     assert arguments(Adapter(8, 1.0, ()), 0)["max_loras"] == 2
     assert arguments(Adapter(8, 1.0, ()), 100)["max_loras"] == 8

@@ -41,6 +41,9 @@ def arguments(adapter: Adapter, max_staleness: int) -> dict[str, Any]:
         "max_lora_rank": next(rank for rank in RANKS if rank >= adapter.rank),
         "max_loras": count,
         "max_cpu_loras": count,
+        # Else vLLM makes room beside every layer, and beside the head: there its code for CPUs fails as soon as it
+        # scores several prompts at once.
+        "lora_target_modules": list(adapter.targets),
     }
 
 

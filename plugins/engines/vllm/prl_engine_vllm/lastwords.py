@@ -13,7 +13,12 @@ _COLOUR = re.compile(r"\x1b\[[\d;]*m")
 _PREFIX = re.compile(r"^(?:\([^)]*\)\s*)?(?:(?:ERROR|CRITICAL)\s+\d\d-\d\d\s+[\d:]+\s+\[[^\]]*\]\s?)?")
 """As in "(EngineCore pid=12) ERROR 12-01 01:02:03 [core.py:12] ValueError: ..."."""
 _CAUSE = re.compile(r"^(?:[\w.]+\.)?\w*(?:Error|Exception|NotFit)\b: .+")
-_EMPTY = ("Engine core initialization failed", "Engine process failed to start", "WorkerProc initialization failed")
+_EMPTY = (
+    "Engine core initialization failed",
+    "Engine process failed to start",
+    "EngineCore encountered an issue",
+    "WorkerProc initialization failed",
+)
 """Errors that only say that another one came before."""
 
 
