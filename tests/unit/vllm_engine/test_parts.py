@@ -219,8 +219,8 @@ def test_last_words_are_those_of_the_process_that_knew(tmp_path: Path) -> None:
         "\x1b[0;36m(EngineCore pid=7)\x1b[0;0m ERROR 12-01 01:02:03 [core.py:12] ValueError: no memory for the cache\n"
         "Traceback (most recent call last):\n"
         "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}\n"
-        "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue. See stack trace (above) for the root "
-        "cause.\n"
+        "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue. See stack trace (above) for the "
+        "root cause.\n"
     )
     assert last_words(log) == "ValueError: no memory for the cache"
     log.write_text("=== now\nall is well\n")
