@@ -155,8 +155,9 @@ class EnginePlugin(Protocol):
     token as its key, on that port plus its replica, or on a free one for 0. The process registers with `info["api"]`,
     "http://127.0.0.1:8000/v1", and `info["model"]`, the name to ask for there. `prl serve` needs it.
 
-    A schema may have `problems(config: RunConfig)`: pairs of a dotted key and a message, what its server would not
-    start with. It may take a while, so only commands that start something ask."""
+    It may have `installed()`, which says for `prl doctor` what it found of what is not beside prl, or raises
+    `EnvironmentNotFit`. A schema may have `problems(config: RunConfig)`: pairs of a dotted key and a message, what its
+    server would not start with. It may take a while, so only commands that start something ask."""
 
     def role(self, config: RunConfig) -> Role:
         """The server's part of the plan. It is started with the run directory and registers its address."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from prl.errors import EnvironmentNotFit
 from prl_cli.doctor.finding import Finding
 from prl_cli.doctor.machine import cores
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 def check_setup(config: RunConfig, told: list[dict[str, Any]]) -> Iterator[Finding]:
     yield model(config)
     yield devices(config, next((fact for fact in told if fact.get("topic") == "torch"), {}))
+    yield from server(config)
     problems = {(f["kind"], f["name"]): f["problem"] for f in told if f.get("topic") == "plugin" and f["problem"]}
     for kind, name in (("engines", config.engine.use), ("trainers", config.trainer.use)):
         if (kind, name) in problems:
@@ -52,6 +54,16 @@ def hub_cache() -> Path:
         return Path(os.environ["HF_HUB_CACHE"])
     home = os.environ.get("HF_HOME", "~/.cache/huggingface")
     return Path(home).expanduser() / "hub"
+
+
+def server(config: RunConfig) -> Iterator[Finding]:
+    """An engine that needs what is not beside prl may say what it found, as its plugin's `installed()`."""
+    try:
+        installed = getattr(config.engine.build(), "installed", None)
+        if installed is not None:
+            yield Finding("engine", "ok", installed())
+    except EnvironmentNotFit as error:
+        yield Finding("engine", "fail", f"{config.engine.use} cannot run here", str(error))
 
 
 def devices(config: RunConfig, torch: dict[str, Any]) -> Finding:

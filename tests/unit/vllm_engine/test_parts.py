@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from prl.config.load import load_config
 from prl.config.schema import RunConfig
 from prl.errors import ConfigError, EnvironmentNotFit
+from prl_cli.doctor.setup import server
 from prl_engine_vllm import arguments, engine, http, interpreter, precheck
 from prl_engine_vllm.__main__ import watch
 from prl_engine_vllm.check import Report, blamed
@@ -158,6 +159,14 @@ def test_the_interpreter_is_the_named_one_or_the_first_that_is_there(
         interpreter.require(VllmConfig(python=sys.executable))
     with pytest.raises(EnvironmentNotFit, match="is not there"):
         interpreter.require(VllmConfig(python="/named/python"))
+
+
+def test_the_doctor_is_told_which_vllm_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = list(server(a_config(python=sys.executable)))
+    assert found[0].level == "fail" and "has no vLLM" in found[0].remedy
+    monkeypatch.setattr(interpreter, "require", lambda own: ("/python", "9.9"))
+    assert [finding.seen for finding in server(a_config())] == ["vLLM 9.9 under /python"]
+    assert list(server(RunConfig.model_validate({"model": {"path": "x"}, "envs": [{"use": "reverse_text"}]}))) == []
 
 
 # --- before the start -------------------------------------------------------------------------------------------

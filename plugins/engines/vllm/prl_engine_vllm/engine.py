@@ -35,6 +35,15 @@ class VllmEngine:
             restart="on_failure",
         )
 
+    def installed(self) -> str:
+        """For the doctor.
+
+        Raises:
+            EnvironmentNotFit: there is no vLLM.
+        """
+        python, version = interpreter.require(self.config)
+        return f"vLLM {version} under {python}"
+
     def connect(self, address: str, token: str) -> WireEngineClient:
         return WireEngineClient(address, token, install_timeout_s=self.config.install_timeout_s)
 
