@@ -18,9 +18,8 @@ import msgspec
 import pytest
 import torch
 
-from prl import foreign
+from prl import foreign, registry
 from prl.protocols import Probe
-from prl_channels.filesystem import FilesystemChannel
 from prl_engine_vllm import interpreter
 from prl_engine_vllm.config import VllmConfig
 
@@ -44,7 +43,7 @@ class Ran:
         self.folder = folder
         self.models = {version: models.make(kind, version) for version in range(6)}
         self.tensors = {version: models.disk_tensors(m, folder / f"{version}") for version, m in self.models.items()}
-        self._sender = FilesystemChannel(_channel_config()).sender(folder / "channel")
+        self._sender = registry.build("channels", "filesystem").sender(folder / "channel")
         self._labels: list[str] = []
         self._steps: list[tuple[str, dict[str, Any]]] = []
         generator = torch.Generator().manual_seed(3)
@@ -69,7 +68,7 @@ class Ran:
                 "skip_tokenizer_init": True, "scheduling_policy": "priority", "max_num_seqs": 32, "block_size": 32,
                 "disable_log_stats": True, "logprobs_mode": "processed_logprobs", "num_gpu_blocks_override": 256,
             },
-            "channel": ["filesystem", {}],
+            "channel": ["filesystem", {"visibility_s": 0.1}],
             "steps": self._steps,
         }  # fmt: skip
         asked, answered, log = self.folder / "asked.json", self.folder / "answered.json", self.folder / "log"
@@ -116,12 +115,6 @@ class Ran:
             for ours, theirs in zip(scores[1:], models.forward(self.models[version], prompt), strict=True)
         ]
         return max(found)
-
-
-def _channel_config() -> Any:
-    from prl_channels.config import FilesystemConfig
-
-    return FilesystemConfig(visibility_s=0.1)
 
 
 @pytest.fixture(scope="module", params=["tied", "untied", "moe"])

@@ -25,19 +25,49 @@ SEQUENCE = [1, 2, 3, 4]
 
 
 class Shelf:
-    """A receiver over what a test put into `versions`; a reading of one in `blocked` waits for its event."""
+    """What a test put into `versions`; a reading of one in `blocked` waits for its event."""
 
     def __init__(self) -> None:
         self.versions: dict[int, ReceivedWeights] = {}
         self.blocked: dict[int, threading.Event] = {}
+        self.read: list[int] = []
+
+    def receiver(self) -> Receiver:
+        return Receiver(self)
 
     def receive(self, weights: WeightsRef) -> ReceivedWeights:
         faults.point("channel.receive")
+        self.read.append(weights.version)
         if weights.version in self.blocked:
             self.blocked[weights.version].wait(20)
         if weights.version not in self.versions:
             raise WeightsError(f"no manifest of version {weights.version}")
         return self.versions[weights.version]
+
+
+class Receiver:
+    """Reads one version at a time, as those of the channels do."""
+
+    def __init__(self, shelf: Shelf) -> None:
+        self._shelf = shelf
+        self._lock = threading.Lock()
+
+    def receive(self, weights: WeightsRef) -> ReceivedWeights:
+        with self._lock:
+            return self._shelf.receive(weights)
+
+
+class OnGpu:
+    """A tensor that says it lies on a GPU."""
+
+    is_cuda = True
+
+    def __init__(self, value: float) -> None:
+        self.shape = (2,)
+        self._value = value
+
+    def __getitem__(self, index: int) -> float:
+        return self._value
 
 
 class Worker(WorkerExtension):
@@ -141,7 +171,7 @@ class World:
 
     def put(self, version: int, *, probes: float | None = None, tolerance: float = 0.01, **changes: Any) -> WeightsRef:
         """Version `version` is the weights whose model scores -version; its probes say so, or `probes`."""
-        tensors = {"scale": torch.full((2,), float(version)), "bias": torch.zeros(3), **changes}
+        tensors: dict[str, Any] = {"scale": torch.full((2,), float(version)), "bias": torch.zeros(3), **changes}
         said = [0.0, *[-(float(version) if probes is None else probes)] * (len(SEQUENCE) - 1)]
         self.shelf.versions[version] = ReceivedWeights(tensors, [Probe(SEQUENCE, said)], tolerance)
         return WeightsRef(version, 0, "shelf")
@@ -178,7 +208,7 @@ def make_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def build(kind: str, name: str, table: Any) -> Any:
         assert (kind, name) == ("channels", "shelf")
-        return SimpleNamespace(receiver=lambda: made[-1].shelf)
+        return made[-1].shelf
 
     monkeypatch.setattr(reloads, "reload", reload)
     monkeypatch.setattr(workers.registry, "build", build)

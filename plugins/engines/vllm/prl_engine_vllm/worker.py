@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -80,20 +80,25 @@ class Versions:
         self._worker = worker
         self._receiver: ChannelReceiver | None = None
         self._reading: Reading | None = None
-        self._current: ReceivedWeights | None = None
+        self._current: Current | None = None
         self._no_part_in = ""
+        self._armed = False
 
     def begin(self, token: str, ref: WeightsRef, setup: Setup) -> Answer:
         if ref.adapter and not self._is_first():
             self._no_part_in = token  # one worker writes the folder that all load
             return {"error": ""}
+        if self._reading is not None and self._reading.hangs:
+            # Left alone with its receiver, which may be locked: nobody asks for what it brings.
+            self._receiver = None
         try:
             if self._receiver is None:
-                faults.install("engine", setup.replica, seed=setup.seed, plan=setup.faults)
+                if not self._armed:
+                    faults.install("engine", setup.replica, seed=setup.seed, plan=setup.faults)
+                    self._armed = True
                 self._receiver = registry.build("channels", setup.channel, setup.table).receiver()
         except Exception as error:
             return {"error": said(error)}
-        # A former reading that hangs is left alone: its thread ends with it, and nobody asks for what it brings.
         self._reading = Reading(token, ref, self._receiver, self._worker.device, self._current)
         return {"error": ""}
 
@@ -124,16 +129,18 @@ class Versions:
         reading = self._asked(token)
         if reading is None or reading.received is None:
             return {"error": "this worker has not read this version"}
-        return self._reload(reading.received)
+        received = reading.received
+        return self._reload(lambda: received.tensors)
 
     def restore(self) -> Answer:
-        self._reading = None
-        return self._reload(self._current)
+        self._reading = None  # and with it what it holds on a GPU
+        current, receiver = self._current, self._receiver
+        return self._reload(lambda: None if current is None or receiver is None else current.again(receiver))
 
     def keep(self, token: str) -> Answer:
         reading = self._asked(token)
-        if reading is not None:
-            self._current, self._reading = reading.received, None
+        if reading is not None and reading.received is not None:
+            self._current, self._reading = Current(reading.ref, reading.received.tensors), None
         return {"error": ""}
 
     def write_adapter(self, token: str, folder: Path) -> Answer:
@@ -149,12 +156,12 @@ class Versions:
             return {"error": said(error)}
         return {"error": ""}
 
-    def _reload(self, weights: ReceivedWeights | None) -> Answer:
+    def _reload(self, tensors: Callable[[], Mapping[str, Any] | None]) -> Answer:
         from prl_engine_vllm.reload import reload
 
         started = time.monotonic()
         try:
-            reload(self._worker, None if weights is None else weights.tensors)
+            reload(self._worker, tensors())
         except Exception as error:
             return {"error": said(error)}
         return {"error": "", "seconds": time.monotonic() - started}
@@ -168,21 +175,39 @@ class Versions:
         return first
 
 
+class Current:
+    """The version in the model. Mapped files and shared memory are kept, for they cost nothing; what lies on a GPU is
+    let go, and read once more should it be needed: its channel has it until a newer version is acknowledged."""
+
+    def __init__(self, ref: WeightsRef, tensors: Mapping[str, Any]) -> None:
+        self.ref = ref
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        self.tensors = None if any(tensor.is_cuda for tensor in tensors.values()) else tensors
+
+    def again(self, receiver: ChannelReceiver) -> Mapping[str, Any]:
+        return self.tensors if self.tensors is not None else receiver.receive(self.ref).tensors
+
+
 class Reading:
     """One version on its way, in a thread of its own. `received` or `error` is set when it is over."""
 
     def __init__(
-        self, token: str, ref: WeightsRef, receiver: ChannelReceiver, device: Any, former: ReceivedWeights | None
+        self, token: str, ref: WeightsRef, receiver: ChannelReceiver, device: Any, former: Current | None
     ) -> None:
         self.token = token
         self.received: ReceivedWeights | None = None
         self.error = ""
         self.seconds = 0.0
-        self._ref = ref
+        self.ref = ref
         self._receiver = receiver
         self._device = device
-        self._former = former
+        self._shapes = None if former is None else former.shapes
         threading.Thread(target=self._read, name=f"weights {ref.version}", daemon=True).start()
+
+    @property
+    def hangs(self) -> bool:
+        """Neither read nor failed so far."""
+        return self.received is None and not self.error
 
     def _read(self) -> None:
         started = time.monotonic()
@@ -192,32 +217,30 @@ class Reading:
                 import torch
 
                 torch.cuda.set_device(self._device)  # of this thread
-            received = self._receiver.receive(self._ref)
+            received = self._receiver.receive(self.ref)
             if on_gpu:
                 torch.cuda.current_stream().synchronize()
-            if self._former is not None and not self._ref.adapter:
-                check_alike(self._former.tensors, received.tensors)
+            if self._shapes is not None and not self.ref.adapter:
+                check_alike(self._shapes, received.tensors)
             self.seconds = time.monotonic() - started
             self.received = received
         except Exception as error:
             self.error = said(error)
 
 
-def check_alike(former: Mapping[str, Any], latter: Mapping[str, Any]) -> None:
+def check_alike(shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Any]) -> None:
     """Raises:
     WeightsError: a version does not have exactly the tensors, by name and shape, that the one before it has.
     """
-    missing, extra = sorted(former.keys() - latter.keys()), sorted(latter.keys() - former.keys())
+    missing, extra = sorted(shapes.keys() - tensors.keys()), sorted(tensors.keys() - shapes.keys())
     if missing or extra:
         what = f"{missing[0]} is missing" if missing else f"{extra[0]} is new"
         raise WeightsError(
-            f"these weights have {len(latter)} tensors, the version before them has {len(former)}: {what}"
+            f"these weights have {len(tensors)} tensors, the version before them has {len(shapes)}: {what}"
         )
-    for name, tensor in latter.items():
-        if tuple(tensor.shape) != tuple(former[name].shape):
-            raise WeightsError(
-                f"{name} has shape {tuple(tensor.shape)}, the version before it has {tuple(former[name].shape)}"
-            )
+    for name, tensor in tensors.items():
+        if tuple(tensor.shape) != shapes[name]:
+            raise WeightsError(f"{name} has shape {tuple(tensor.shape)}, the version before it has {shapes[name]}")
 
 
 def said(error: Exception) -> str:
