@@ -466,6 +466,11 @@ class Crowded(FakeEngine):
         return msgspec.structs.replace(made, token_ids=[0] * len(made.token_ids)) if self.load > 3 else made
 
 
+class OneStream(FakeEngine):
+    async def generate(self, request):
+        return await super().generate(msgspec.structs.replace(request, seed=1))
+
+
 class Unstoppable(FakeEngine):
     async def generate(self, request):
         return await super().generate(msgspec.structs.replace(request, stop_token_ids=[]))
@@ -498,6 +503,7 @@ class HalfInstalled(FakeEngine):
         (engine.every_token_has_its_logprob_and_version, WrongVersion, "the tokens say"),
         (engine.logprobs_are_those_of_the_model, WrongLogprobs, "scoring it gives"),
         (engine.companions_do_not_change_a_greedy_answer, Crowded, "in company"),
+        (engine.requests_with_other_seeds_are_sampled_otherwise, OneStream, "gave 1 different"),
         (engine.a_stop_token_ends_an_answer, Unstoppable, "stopping at"),
         (engine.pausing_holds_requests_and_resuming_finishes_them, Unpausable, "a paused engine answered"),
         (engine.a_cancelled_request_leaves_nothing_behind, LeakingLoad, None),

@@ -62,6 +62,13 @@ async def companions_do_not_change_a_greedy_answer(client: EngineClient) -> None
         assert made.token_ids == expected, f"{made.token_ids} in company, {expected} alone"
 
 
+async def requests_with_other_seeds_are_sampled_otherwise(client: EngineClient) -> None:
+    """The members of a group have the same prompt: one random stream for all of them would make them one."""
+    made = await asyncio.gather(*(generate(client, PROMPTS[0], max_tokens=16, seed=seed) for seed in range(6)))
+    different = {tuple(one.token_ids) for one in made}
+    assert len(different) > 3, f"6 requests with different seeds gave {len(different)} different answers"
+
+
 async def a_stop_token_ends_an_answer(client: EngineClient) -> None:
     free = await generate(client, PROMPTS[0], temperature=0.0)
     stop = free.token_ids[min(2, len(free.token_ids) - 1)]
@@ -160,6 +167,7 @@ CLIENT_CHECKS: list[Callable[[EngineClient], Awaitable[None]]] = [
     every_token_has_its_logprob_and_version,
     logprobs_are_those_of_the_model,
     companions_do_not_change_a_greedy_answer,
+    requests_with_other_seeds_are_sampled_otherwise,
     a_stop_token_ends_an_answer,
     pausing_holds_requests_and_resuming_finishes_them,
     a_cancelled_request_leaves_nothing_behind,
