@@ -42,7 +42,7 @@ _body = msgspec.msgpack.Decoder(SampleBody).decode
 
 
 class Driver:
-    """`asked` is the request of vllm_generation.py: concurrency, measurements, seconds between swaps."""
+    """`asked` is the request of vllm_generation.py: requests in flight, measurements, seconds between swaps."""
 
     def __init__(self, run_dir: RunDir, asked: Found) -> None:
         self.asked = asked
@@ -72,7 +72,7 @@ class Driver:
         await self.fleet.install(await self.trainer.publish(0))
         say(f"version 0 is installed after {time.monotonic() - began:.0f} s")
         tasks = await self.runner.tasks(self.label, "train", 0, self.asked["prompts"])
-        warm = await self.generate(tasks[: 2 * self.asked["concurrency"]], 8)
+        warm = await self.generate(tasks[: self.asked["in_flight"]], 8)
         self.recent.extend(map(sample, warm[-self.asked["train_samples"] :]))
         for _ in range(2):  # kernels are compiled, caches of the channel filled
             await self.swap()
@@ -109,8 +109,8 @@ class Driver:
         }
 
     async def generate(self, tasks: Sequence[Task], tokens: int) -> list[Outcome]:
-        """Every task once, `concurrency` at a time."""
-        limit = asyncio.Semaphore(self.asked["concurrency"])
+        """Every task once, `in_flight` at a time."""
+        limit = asyncio.Semaphore(self.asked["in_flight"])
 
         async def one(task: Task) -> Outcome:
             async with limit:

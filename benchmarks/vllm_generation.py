@@ -34,8 +34,12 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 RESULT = HERE / "results" / "vllm_generation.json"
 PARTS = ("vllm", "prl")
-MODES = (("queue", False), ("closed", True))
-"""How vLLM is measured: the fastest way there is, and the nearest to what a run asks of it."""
+LOGPROBS = (True, False)
+"""How vLLM is measured: with log-probabilities of what it samples, which training needs and prl asks for, and without.
+"""
+AHEAD = 1.25
+"""Requests that prl has in flight for each that vLLM computes at once: the queue is never empty, as in vLLM's own
+benchmark, which has all requests in it, and as in a run, whose concurrency follows the engine's room."""
 WORDS = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 TINY = {
     "model_type": "qwen3",
@@ -135,8 +139,7 @@ def precision(options: argparse.Namespace) -> str:
 def vllm_part(options: argparse.Namespace, model: Path, prompts: list[list[int]]) -> Iterator[Found]:
     asked = []
     for measurement in measurements(options):
-        for mode, logprobs in MODES:
-            asked.append({**measurement, "mode": mode, "logprobs": logprobs})
+        asked += [{**measurement, "logprobs": logprobs} for logprobs in LOGPROBS]
     request = {
         "model": str(model),
         "prompts": prompts,
@@ -164,7 +167,7 @@ def prl_part(options: argparse.Namespace, model: Path, prompts: Path) -> Iterato
     out = model.parent / "rows.jsonl"
     out.unlink(missing_ok=True)
     request = {
-        "concurrency": options.concurrency,
+        "in_flight": int(AHEAD * options.concurrency),
         "prompts": len(json.loads(prompts.read_text())),
         "measurements": measurements(options),
         "swap_every_s": options.swap_every,
@@ -285,12 +288,16 @@ def started(command: Sequence[str], seconds: float, stdout: int | None = None) -
 
 
 def with_ratios(rows: list[Found]) -> list[Found]:
-    """Every row of prl's gets its share of the best that vLLM itself reached at this length."""
+    """Every row of prl's gets its share of the best that vLLM itself reached at this length with log-probabilities."""
     for row in rows:
-        own = [other["tokens_per_s"] for other in rows if other["side"] == "vllm" and same_step(row, other)]
+        own = [other["tokens_per_s"] for other in rows if is_peer(other) and same_step(row, other)]
         if row["side"] == "prl" and own:
             row["ratio"] = round(row["tokens_per_s"] / max(own), 4)
     return rows
+
+
+def is_peer(row: Found) -> bool:
+    return row["side"] == "vllm" and bool(row["logprobs"])
 
 
 def same_step(one: Found, other: Found) -> bool:

@@ -4,8 +4,7 @@
 
 The request names a model, prompts (lists of token ids), engine arguments and the measurements. Nothing of prl is
 imported: what is measured is `AsyncLLM` of an unmodified vLLM, used as an application would for the most tokens per
-second. "queue" gives it all requests at once and lets its own scheduler keep `concurrency` of them running, as `vllm
-bench throughput` does; "closed" keeps exactly so many in flight from outside, as a server sees them.
+second: it is given all requests at once, and its own scheduler keeps so many of them running as `max_num_seqs` says.
 """
 
 from __future__ import annotations
@@ -27,8 +26,6 @@ async def measure(engine: Any, prompts: list[list[int]], asked: Found) -> Found:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    limit = asyncio.Semaphore(asked["concurrency"] if asked["mode"] == "closed" else asked["requests"])
-
     async def one(index: int) -> int:
         sampling = SamplingParams(
             temperature=1.0,
@@ -39,10 +36,9 @@ async def measure(engine: Any, prompts: list[list[int]], asked: Found) -> Found:
             output_kind=RequestOutputKind.FINAL_ONLY,
             seed=None,
         )
-        async with limit:
-            name = f"{asked['mode']}-{asked['tokens']}-{asked['logprobs']}-{index}"
-            prompt = {"prompt_token_ids": prompts[index % len(prompts)]}
-            answers = [answer async for answer in engine.generate(prompt, sampling, name)]
+        name = f"{asked['tokens']}-{asked['logprobs']}-{index}"
+        prompt = {"prompt_token_ids": prompts[index % len(prompts)]}
+        answers = [answer async for answer in engine.generate(prompt, sampling, name)]
         return len(answers[-1].outputs[0].token_ids)
 
     began = time.perf_counter()
@@ -61,7 +57,7 @@ async def serve(request: Found) -> None:
     arguments = AsyncEngineArgs(model=request["model"], disable_log_stats=True, **request["engine"])
     engine = AsyncLLM.from_engine_args(arguments)
     try:
-        first = {"mode": "queue", "concurrency": request["concurrency"], "requests": 2 * request["concurrency"]}
+        first = {"requests": 2 * request["concurrency"]}
         await measure(engine, request["prompts"], {**first, "tokens": 8, "logprobs": False})
         await measure(engine, request["prompts"], {**first, "tokens": 8, "logprobs": True})
         print(f"vLLM {vllm.__version__} is ready after {time.perf_counter() - began:.0f} s", flush=True)
