@@ -170,6 +170,30 @@ def test_sequences_cross_a_swap_and_every_token_is_of_its_version(server: VllmSe
     server.use(body, patience_s=180)
 
 
+def test_requests_outlast_a_sleep(server: VllmServer) -> None:
+    """vLLM on a CPU frees nothing, but it stops, forgets keys and values, and goes on as on a GPU."""
+    model = loaded(server.model)
+
+    async def body(client: WireEngineClient) -> None:
+        prompts = [[1, 2, 3, index] for index in range(6)]
+        running = [asyncio.create_task(client.generate(request(f"s{p[3]}", p, 400, seed=p[3]))) for p in prompts]
+        before = (await client.health()).info["tokens"]
+        while (await client.health()).info["tokens"] < before + 100:
+            await asyncio.sleep(0.01)
+        await client.sleep()
+        running.append(asyncio.create_task(client.generate(request("late", [4, 4], 20))))
+        asleep = await client.health()
+        await asyncio.sleep(0.5)
+        assert asleep.paused and (await client.health()).info["tokens"] == asleep.info["tokens"]
+        assert not any(task.done() for task in running), "there was nothing to sleep through"
+        await client.wake()
+        for prompt, made in zip([*prompts, [4, 4]], await asyncio.gather(*running), strict=True):
+            expected = forward(model, [*prompt, *made.token_ids])[len(prompt) :]
+            torch.testing.assert_close(torch.tensor(made.logprobs), expected, atol=EXACT, rtol=0)
+
+    server.use(body)
+
+
 def test_heartbeats_say_how_full_it_is(server: VllmServer) -> None:
     async def body(client: WireEngineClient) -> None:
         running = [asyncio.create_task(client.generate(request(f"g{i}", [1, i], 300, seed=i))) for i in range(40)]

@@ -22,9 +22,11 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
+from prl.adapters import peft_name
 from prl.errors import ConfigError, EnvironmentNotFit
 from prl.messages import Correction, TrainBatch
 from prl.rows import assemble
+from prl.testing.numerics import assert_same_bits
 from prl_trainer_fsdp.optim.optimizer import clip
 from prl_trainer_fsdp.parallel import mesh
 from prl_trainer_fsdp.parallel.layout import Layout
@@ -157,6 +159,9 @@ def train(runtime: Runtime, model: Path, name: str, folder: Path, *, resume: boo
     found = facts(trainer, reports)
     reference = trainer.publish(STEPS[-1])
     assert reference.version == STEPS[-1], reference  # every rank knows where it is
+    if config.trainer.plugin_config().adapter is not None:  # whole on every rank, as an engine would get them
+        adapters = {peft_name(parameter): value for parameter, value in weights.items()}
+        assert_same_bits(adapters, dict(trainer.learner.adapter_tensors()))
     if runtime.is_leader:
         save_file(weights, folder / "weights.safetensors")
         (folder / "facts.json").write_text(json.dumps(found))
