@@ -16,15 +16,13 @@ import psutil
 import pytest
 import torch
 
-from prl import foreign
+from prl import foreign, registry
 from prl.engine.client import WireEngineClient
 from prl.errors import EpisodeFailed, WireError
 from prl.messages import GenerateRequest, Generation, WeightsRef
 from prl.protocols import EngineClient, Probe
 from prl.testing.contracts import engine as contract
 from prl.types import Sampling
-from prl_channels.filesystem import FilesystemChannel
-from prl_channels.plugin import FILESYSTEM
 from prl_engine_vllm.config import VllmConfig
 from prl_engine_vllm.interpreter import REMEDY, choose
 
@@ -122,7 +120,7 @@ def test_sequences_cross_a_swap_and_every_token_is_of_its_version(server: VllmSe
     """With `swap_kv = "recompute"`, the default: later tokens are exact samples of the new weights. A version that the
     probes refuse fails what is in flight and leaves the former one."""
     models = [loaded(server.model), loaded(make_model(tmp_path / "other", seed=1))]
-    sender = FilesystemChannel(FILESYSTEM.config()).sender(tmp_path / "channel")
+    sender = registry.build("channels", "filesystem", {}).sender(tmp_path / "channel")
 
     def publish(version: int, weights: int, probed: int) -> WeightsRef:
         tensors = {name: value for name, value in models[weights].state_dict().items() if name != "lm_head.weight"}
