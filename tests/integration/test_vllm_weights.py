@@ -1,120 +1,20 @@
 """Weights in a real vLLM (`make vllm` makes one for CPUs): after every way of changing them its log-probabilities are
 those of a forward pass under the weights that it says made each token.
 
-One engine per model runs all steps in a process of its own; the tests look at what it answered.
+One engine per model runs all steps; the tests look at what it answered.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import pytest
 import torch
 
-from prl import foreign, registry
-from prl.protocols import Probe
-from prl_engine_vllm import interpreter
-from prl_engine_vllm.config import VllmConfig
-
-from . import vllm_models as models
-
-LIMIT_S = 300
-TOLERANCE = 1e-4
-LENGTHS = (5, 9, 16, 100)
-PYTHON = interpreter.choose(VllmConfig())
-EDGE = 1e-5
-"""Of one log-probability in float32; measured are 3e-6 at most."""
+from .vllm_runs import EDGE, LENGTHS, PYTHON, Ran
 
 pytestmark = pytest.mark.skipif(PYTHON is None, reason="no Python with vLLM here: `make vllm`")
-
-
-class Ran:
-    """What one engine answered, by the label of the step, and the models behind its versions."""
-
-    def __init__(self, kind: str, folder: Path) -> None:
-        self.kind = kind
-        self.folder = folder
-        self.models = {version: models.make(kind, version) for version in range(6)}
-        self.tensors = {version: models.disk_tensors(m, folder / f"{version}") for version, m in self.models.items()}
-        self._sender = registry.build("channels", "filesystem").sender(folder / "channel")
-        self._labels: list[str] = []
-        self._steps: list[tuple[str, dict[str, Any]]] = []
-        generator = torch.Generator().manual_seed(3)
-        self.prompts = [torch.randint(1, models.VOCABULARY, (n,), generator=generator).tolist() for n in LENGTHS]
-        self.answers: dict[str, Any] = {}
-
-    def publish(self, version: int, tensors: int, *, lacking: str = "", probes: int | None = None) -> dict[str, Any]:
-        """The weights of model `tensors` as `version`; `probes` are another model's, `lacking` is left out."""
-        sent = {name: tensor for name, tensor in self.tensors[tensors].items() if name != lacking}
-        said: list[Probe] = models.probes(self.models[tensors if probes is None else probes])
-        found: dict[str, Any] = msgspec.to_builtins(self._sender.send(version, 0, iter(sent.items()), said, TOLERANCE))
-        return found
-
-    def step(self, label: str, name: str, **keywords: Any) -> None:
-        self._labels.append(label)
-        self._steps.append((name, keywords))
-
-    def run(self) -> None:
-        request = {
-            "arguments": {
-                "model": str(self.folder / "0"), "dtype": "float32", "max_model_len": 400, "enforce_eager": True,
-                "skip_tokenizer_init": True, "scheduling_policy": "priority", "max_num_seqs": 32, "block_size": 32,
-                "disable_log_stats": True, "logprobs_mode": "processed_logprobs", "num_gpu_blocks_override": 256,
-            },
-            "channel": ["filesystem", {"visibility_s": 0.1}],
-            "steps": self._steps,
-        }  # fmt: skip
-        asked, answered, log = self.folder / "asked.json", self.folder / "answered.json", self.folder / "log"
-        asked.write_text(json.dumps(request))
-        links = self.folder / "packages"
-        foreign.link(links, ["prl-core", "prl-engine-vllm", "prl-channels"])
-        here = Path(__file__).parent
-        environment = {
-            **foreign.variables(links), "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": "1", "PYTHONDONTWRITEBYTECODE": "1",
-        }  # fmt: skip
-        environment["PYTHONPATH"] += f"{os.pathsep}{here}"
-        command = [str(PYTHON), str(here / "vllm_driver.py"), str(asked), str(answered)]
-        with log.open("w") as output:
-            process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
-            try:
-                code = process.wait(LIMIT_S)
-            finally:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
-        assert code == 0, log.read_text()[-4000:]
-        self.answers = dict(zip(self._labels, json.loads(answered.read_text())["answers"], strict=True))
-
-    def differences(self, label: str, *, kept_cache: bool = False) -> torch.Tensor:
-        """f64[tokens]: the forward pass's log-probability minus the engine's, for every token of a step's answers."""
-        found: list[float] = []
-        for prompt, made in zip(self.prompts, self.answers[label], strict=True):
-            tokens, versions = made["tokens"], made["versions"]
-            expected = models.replay(self.models, prompt, tokens, versions) if kept_cache else self._exact(prompt, made)
-            found += [theirs - ours for theirs, ours in zip(expected, made["logprobs"], strict=True)]
-        return torch.tensor(found, dtype=torch.float64)
-
-    def _exact(self, prompt: Sequence[int], made: dict[str, Any]) -> list[float]:
-        whole = [*prompt, *made["tokens"]]
-        by_version = {v: models.forward(self.models[v], whole)[len(prompt) - 1 :] for v in set(made["versions"])}
-        return [by_version[version][index] for index, version in enumerate(made["versions"])]
-
-    def score_differences(self, label: str, version: int) -> float:
-        """Largest difference between a step's scores and the model of `version`."""
-        found = [
-            abs(ours - theirs)
-            for prompt, scores in zip(self.prompts, self.answers[label], strict=True)
-            for ours, theirs in zip(scores[1:], models.forward(self.models[version], prompt), strict=True)
-        ]
-        return max(found)
 
 
 @pytest.fixture(scope="module", params=["tied", "untied", "moe"])
@@ -123,6 +23,8 @@ def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     ran = Ran(request.param, tmp_path_factory.mktemp(request.param))
+    for version in range(1, 6):
+        ran.add_model(version)
     first_value = "model.layers.1.self_attn.v_proj.weight"
     ran.step("cache", "cache")
     ran.step("nothing before it", "install", ref=ran.publish(10, 1, lacking=first_value))

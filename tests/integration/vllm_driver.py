@@ -93,6 +93,10 @@ class Driver:
     async def plain_once(self) -> None:
         await self.llm.collective_rpc("prl_plain_once")
 
+    async def adapters(self) -> list[int]:
+        """The numbers of those that vLLM has loaded."""
+        return sorted(await self.llm.list_loras())
+
     async def cache(self) -> dict[str, Any]:
         config = self.llm.vllm_config.cache_config
         return {"prefixes": config.enable_prefix_caching, "block": config.block_size}

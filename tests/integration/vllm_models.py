@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from prl.protocols import Probe
+from prl.protocols import Adapter, Probe
 
 VOCABULARY = 256
 COMMON: dict[str, Any] = {
@@ -56,6 +57,26 @@ def disk_tensors(model: Any, folder: Path) -> dict[str, torch.Tensor]:
     """The tensors as `save_pretrained` names them (experts one by one), by way of a folder."""
     model.save_pretrained(folder)
     return load_file(folder / "model.safetensors")
+
+
+ADAPTER = Adapter(8, 16.0, ("q_proj", "v_proj", "down_proj"))
+
+
+@torch.no_grad()
+def adapt(model: Any, seed: int) -> tuple[dict[str, torch.Tensor], Any]:
+    """Random adapters under PEFT's names, and a copy of the model with them merged into it."""
+    generator = torch.Generator().manual_seed(seed)
+    merged = copy.deepcopy(model)
+    tensors = {}
+    for name, parameter in merged.named_parameters():
+        layer = name.removesuffix(".weight")
+        if layer.endswith(ADAPTER.targets):
+            out, into = parameter.shape
+            a = torch.randn(ADAPTER.rank, into, generator=generator) * 0.1
+            b = torch.randn(out, ADAPTER.rank, generator=generator) * 0.1
+            tensors |= {f"base_model.model.{layer}.lora_A.weight": a, f"base_model.model.{layer}.lora_B.weight": b}
+            parameter += ADAPTER.alpha / ADAPTER.rank * b @ a
+    return tensors, merged
 
 
 def probes(model: Any) -> list[Probe]:
