@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from pydantic import ValidationError
 
 from prl.config.load import load_config
@@ -22,6 +23,7 @@ from prl_engine_vllm.__main__ import watch
 from prl_engine_vllm.check import Report, blamed
 from prl_engine_vllm.config import VllmConfig
 from prl_engine_vllm.lastwords import last_words
+from prl_engine_vllm.worker import let_random_streams_go_on
 
 
 def a_config(**own: Any) -> RunConfig:
@@ -302,3 +304,32 @@ def test_an_engine_that_hangs_is_ended_and_one_that_waits_is_not() -> None:
         assert "3 requests" in died[0]
 
     asyncio.run(main())
+
+
+# --- workers --------------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_that_is_computed_in_parts_does_not_set_a_stream_of_the_cpu_back() -> None:
+    """As vLLM's runner does for every request whose draw does not count; streams of a CPU have no offset."""
+
+    class Runner:
+        input_batch = SimpleNamespace(generators={0: torch.Generator().manual_seed(3)})
+
+        def _bookkeeping_sync(self, discarded: list[int], *, fails: bool = False) -> str:
+            for index in discarded:
+                stream = self.input_batch.generators.get(index)
+                if stream is not None:
+                    stream.set_offset(stream.get_offset() - 4)
+            if fails:
+                raise ValueError("its own")
+            return "done"
+
+    runner = Runner()
+    with pytest.raises(RuntimeError, match="offset"):
+        runner._bookkeeping_sync([0])
+    let_random_streams_go_on(runner)
+    assert runner._bookkeeping_sync([0]) == "done" and list(runner.input_batch.generators) == [0]
+    with pytest.raises(ValueError, match="its own"):
+        runner._bookkeeping_sync([], fails=True)
+    assert list(runner.input_batch.generators) == [0]
+    let_random_streams_go_on(SimpleNamespace())
