@@ -185,6 +185,26 @@ def generation_table(rows: Rows) -> list[str]:
     return [*lines, "", *measured_on(rows)]
 
 
+def channels_table(rows: Rows) -> list[str]:
+    """Whole versions and changes of the same updates, channel by channel."""
+    lines = [
+        "| weights | changed by an update | channel | MB, full | delta | send, full | delta | receive, full | delta |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for full in (row for row in rows if row["encoding"] == "full"):
+        same = ("channel", "parameters", "lr", "hardware")
+        delta = next(row for row in rows if row["encoding"] == "delta" and all(row[k] == full[k] for k in same))
+        cells = [
+            f"{full['parameters'] / 1e6:.1f} M, lr {full['lr']:g}",
+            f"{100 * full['changed']:.2f}%",
+            full["channel"],
+        ]
+        cells += [f"{row['bytes'] / row['updates'] / 1e6:,.2f}" for row in (full, delta)]
+        cells += [f"{1000 * row[key]:,.1f} ms" for key in ("send_s", "receive_s") for row in (full, delta)]
+        lines.append(f"| {' | '.join(cells)} | ")
+    return [*(line.rstrip() for line in lines), "", *measured_on(rows)]
+
+
 def measured_on(rows: Rows) -> list[str]:
     """Machine, versions and dates of the rows, each set once."""
     found = []
@@ -204,6 +224,7 @@ TABLES: dict[str, tuple[str, Callable[[Rows], list[str]]]] = {
     "head": ("head_memory.json", head_table),
     "scaling": ("h200_scaling.json", scaling_table),
     "costs": ("h200_trainer_costs.json", costs_table),
+    "channels": ("weight_channels.json", channels_table),
     "generation": ("vllm_generation.json", generation_table),
 }
 

@@ -376,9 +376,9 @@ def main(argv: Sequence[str]) -> int:
                 rows.append({**row, **about})
                 options.out.parent.mkdir(parents=True, exist_ok=True)
                 options.out.write_text(json.dumps(with_ratios(rows), indent=1) + "\n")
-                shown = ("side", "mode", "logprobs", "tokens", "requests", "tokens_per_s", "ratio", "crossing", "cores")
+                shown = ("side", "logprobs", "tokens", "requests", "tokens_per_s", "ratio", "crossing", "cores")
                 print(", ".join(f"{key} {rows[-1][key]}" for key in shown if key in rows[-1]), flush=True)
-    expected = len(measurements(options)) * sum({"vllm": len(MODES), "prl": 1}[part] for part in options.parts)
+    expected = len(measurements(options)) * sum({"vllm": len(LOGPROBS), "prl": 1}[part] for part in options.parts)
     return 0 if found == expected else 1
 
 
