@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -87,9 +88,12 @@ class VllmConfig(PluginConfig):
         Raises:
             EnvironmentNotFit: there is no vLLM to ask.
         """
-        from prl_engine_vllm.precheck import problems
-
-        return problems(config, self) if self.check else iter(())
+        if not self.check:
+            return iter(())
+        # By name: a declaration imports nothing heavy, and this asks vLLM's interpreter.
+        precheck = importlib.import_module("prl_engine_vllm.precheck")
+        found: Iterator[tuple[str, str]] = precheck.problems(config, self)
+        return found
 
     @model_validator(mode="after")
     def _not_ours(self) -> VllmConfig:
