@@ -10,9 +10,9 @@ import torch
 from prl_engine_vllm.adapters import arguments
 
 from . import vllm_models as models
-from .vllm_runs import EDGE, PYTHON, Ran
+from .vllm_runs import EDGE, VLLM, Ran
 
-pytestmark = pytest.mark.skipif(PYTHON is None, reason="no Python with vLLM here: `make vllm`")
+pytestmark = pytest.mark.skipif(VLLM != "cpu", reason="no vLLM for CPUs here: `make vllm`")
 
 
 @pytest.fixture(scope="module")
@@ -62,4 +62,4 @@ def test_requests_in_flight_end_under_the_version_they_began_with(ran: Ran) -> N
 def test_adapters_whose_probes_disagree_are_not_served(ran: Ran) -> None:
     answer = ran.answers["install 6"]
     assert "the probes do not agree" in answer["error"] and answer["version"] == 4 and not answer["ended"]
-    assert ran.score_differences("score", 4) < EDGE
+    assert ran.score_differences("score", 4).max() < EDGE

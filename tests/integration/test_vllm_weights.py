@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from .vllm_runs import EDGE, LENGTHS, PYTHON, Ran
+from .vllm_runs import EDGE, LENGTHS, VLLM, Ran
 
-pytestmark = pytest.mark.skipif(PYTHON is None, reason="no Python with vLLM here: `make vllm`")
+pytestmark = pytest.mark.skipif(VLLM != "cpu", reason="no vLLM for CPUs here: `make vllm`")
 
 
 @pytest.fixture(scope="module", params=["tied", "untied", "moe"])
@@ -123,7 +123,7 @@ def test_probes_that_disagree_fail_what_is_in_flight_and_the_former_version_is_w
     answer = ran.answers["others' probes"]
     assert "the probes do not agree" in answer["error"] and answer["version"] == 5 and not answer["ended"]
     assert all(made.get("retryable") and "not verified" in made["error"] for made in ran.answers["doomed"])
-    assert ran.score_differences("score after that", 5) < EDGE
+    assert ran.score_differences("score after that", 5).max() < EDGE
 
 
 def test_vllms_own_reload_is_caught_where_it_corrupts(ran: Ran) -> None:
@@ -131,8 +131,8 @@ def test_vllms_own_reload_is_caught_where_it_corrupts(ran: Ran) -> None:
     answer = ran.answers["vLLM's own reload"]
     if ran.kind == "untied":
         assert answer["error"] == "" and answer["version"] == 14
-        assert ran.score_differences("score after vLLM's", 1) < EDGE
+        assert ran.score_differences("score after vLLM's", 1).max() < EDGE
     else:
         assert "the probes do not agree" in answer["error"] and answer["version"] == 5 and not answer["ended"]
-        assert ran.score_differences("score after vLLM's", 5) < EDGE
-    assert ran.answers["ours again"]["error"] == "" and ran.score_differences("score at the end", 1) < EDGE
+        assert ran.score_differences("score after vLLM's", 5).max() < EDGE
+    assert ran.answers["ours again"]["error"] == "" and ran.score_differences("score at the end", 1).max() < EDGE
