@@ -73,7 +73,8 @@ class Backend(Protocol):
         ...
 
     def info(self) -> dict[str, Any]:
-        """For `EngineHealth.info`."""
+        """For `EngineHealth.info`. While weights are being installed `installing` is a phrase that says how far that
+        is: it goes into heartbeats, for whoever asks why nothing moves."""
         ...
 
     def gauges(self) -> dict[str, float]:

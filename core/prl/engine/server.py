@@ -65,6 +65,7 @@ class EngineServer:
             process.doing = f"generating {load} requests" if load else "waiting for requests"
             if self.asleep:
                 process.doing = "asleep while the trainer trains"
+            process.doing = str(backend.info().get("installing") or process.doing)
             process.gauges = self.gauges()
             await asyncio.sleep(REPORT_S)
 

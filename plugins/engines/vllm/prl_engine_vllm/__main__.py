@@ -123,7 +123,7 @@ def build_installer(
     channel = config.channel
     setup = Setup(channel.use, channel.own, list(config.faults), replica, config.seed)
     room = Adapters(llm, run_dir / "engine" / f"adapters-{replica}") if llm.vllm_config.lora_config else None
-    return Installer(llm, gate, setup, timeout_s=own.install_timeout_s, adapters=room)
+    return Installer(llm, gate, setup, timeout_s=config.engine.install_timeout_s, adapters=room)
 
 
 def collect_garbage_rarely() -> None:

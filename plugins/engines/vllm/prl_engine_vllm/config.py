@@ -56,8 +56,6 @@ class VllmConfig(PluginConfig):
     """Its port, counted upwards by replica; 0 takes a free one. The engine's log and status.json name it."""
     startup_timeout_s: float = Field(1800, gt=0)
     """An engine that is not ready by then has failed."""
-    install_timeout_s: float = Field(600, gt=0)
-    """An install that takes longer has failed."""
     stall_timeout_s: float = Field(300, gt=0)
     """An engine that has requests and makes no token for so long ends itself, and is started again."""
     check: bool = True

@@ -45,7 +45,7 @@ class VllmEngine:
         return f"vLLM {version} under {python}"
 
     def connect(self, address: str, token: str) -> WireEngineClient:
-        return WireEngineClient(address, token, install_timeout_s=self.config.install_timeout_s)
+        return WireEngineClient(address, token)
 
 
 def gpus_of(own: VllmConfig) -> int:

@@ -10,7 +10,8 @@
 What fails before "installed" changes nothing. What fails later fails the requests in flight, whose tokens came from
 weights that nobody can vouch for, and puts the former version back, which its channel keeps until a newer one is
 acknowledged. An engine that cannot do that ends itself: its launcher starts another, which installs before it serves.
-Each state has a deadline, `engine.install_timeout_s`, and is a point of fault injection, "engine.<state>".
+Each state may take half of `engine.install_timeout_s`, after all of which the controller would have this engine killed:
+time to fail, and to be asked once more. And each is a point of fault injection, "engine.<state>".
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class Installer:
         self._llm = llm
         self._gate = gate
         self._setup = msgspec.to_builtins(setup)
-        self._timeout_s = timeout_s
+        self._limit_s = timeout_s / 2
         self._adapters = adapters
         self._end = end or end_process
         self._quantised = llm.vllm_config.model_config.quantization is not None
@@ -138,7 +139,7 @@ class Installer:
         if self._target is None:
             return ""
         spent = time.monotonic() - self._since
-        return f"installing version {self._target.version}: {self.state} for {spent:.1f} of {self._timeout_s:g} s"
+        return f"installing version {self._target.version}: {self.state} for {spent:.1f} of {self._limit_s:g} s"
 
     def gauges(self) -> dict[str, float]:
         return {"swap_stall_s": self.swap_stall_s}
@@ -295,7 +296,7 @@ class Installer:
 
     @asynccontextmanager
     async def _deadline(self, what: str) -> AsyncIterator[None]:
-        limit = asyncio.timeout(self._timeout_s)
+        limit = asyncio.timeout(self._limit_s)
         try:
             async with limit:
                 yield
@@ -303,8 +304,8 @@ class Installer:
             if not limit.expired():
                 raise
             raise WeightsError(
-                f"{what} took longer than engine.install_timeout_s = {self._timeout_s:g} s; raise it where reading "
-                "weights takes so long"
+                f"{what} took longer than {self._limit_s:g} s, half of engine.install_timeout_s; raise that where "
+                "reading weights takes so long"
             ) from error
 
     async def _workers(self, method: str, *args: Any) -> list[dict[str, Any]]:
