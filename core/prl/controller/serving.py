@@ -77,7 +77,12 @@ class Serving:
         if request.action == "stop":
             self.stop()
             return ControlReply(True, "stopping: the engines end")
-        return ControlReply(False, f"{self.run_dir.name!r} only serves a model: there is nothing to {request.action}")
+        name = self.run_dir.name
+        return ControlReply(
+            False,
+            f"{name!r} only serves a model and cannot {request.action}: `prl stop {name}` ends it, `prl serve` "
+            "starts it with other options",
+        )
 
     def _waits(self) -> list[str]:
         missing = self.config.engine.replicas - len(self.hub.of("engine"))
