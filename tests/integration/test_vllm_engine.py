@@ -173,18 +173,20 @@ def test_requests_outlast_a_sleep(server: VllmServer) -> None:
     model = loaded(server.model)
 
     async def body(client: WireEngineClient) -> None:
-        prompts = [[1, 2, 3, index] for index in range(6)]
+        prompts = [[1, 2, 3, index] for index in range(40)]  # far more than are computed at once
         running = [asyncio.create_task(client.generate(request(f"s{p[3]}", p, 400, seed=p[3]))) for p in prompts]
         before = (await client.health()).info["tokens"]
         while (await client.health()).info["tokens"] < before + 100:
             await asyncio.sleep(0.01)
         await client.sleep()
-        running.append(asyncio.create_task(client.generate(request("late", [4, 4], 20))))
-        asleep = await client.health()
-        await asyncio.sleep(0.5)
-        assert asleep.paused and (await client.health()).info["tokens"] == asleep.info["tokens"]
-        assert not any(task.done() for task in running), "there was nothing to sleep through"
-        await client.wake()
+        try:
+            running.append(asyncio.create_task(client.generate(request("late", [4, 4], 20))))
+            asleep = await client.health()
+            await asyncio.sleep(0.5)
+            assert asleep.paused and (await client.health()).info["tokens"] == asleep.info["tokens"]
+            assert not all(task.done() for task in running), "there was nothing to sleep through"
+        finally:
+            await client.wake()
         for prompt, made in zip([*prompts, [4, 4]], await asyncio.gather(*running), strict=True):
             expected = forward(model, [*prompt, *made.token_ids])[len(prompt) :]
             torch.testing.assert_close(torch.tensor(made.logprobs), expected, atol=EXACT, rtol=0)
