@@ -156,8 +156,9 @@ def costs_table(rows: Rows) -> list[str]:
 def generation_table(rows: Rows) -> list[str]:
     """vLLM's best way and prl, for each length; then what the swaps did."""
     lines = [
-        "| a completion of | at once | vLLM alone, tokens/s | with log-probabilities | prl, tokens/s | of that |",
-        "|---|---|---|---|---|---|",
+        "| a completion of | at once | vLLM alone, tokens/s | with log-probabilities | prl, tokens/s | of that |"
+        " of vLLM without |",
+        "|---|---|---|---|---|---|---|",
     ]
     own = [row for row in rows if row["side"] == "prl"]
     for row in own:
@@ -168,7 +169,8 @@ def generation_table(rows: Rows) -> list[str]:
         )
         cells = [f"{row['prompt']} + {row['tokens']} tokens", str(row["concurrency"])]
         cells += ["-" if rate is None else f"{rate:,.0f}" for rate in (plain, with_logprobs, row["tokens_per_s"])]
-        lines.append(f"| {' | '.join(cells)} | {percent(row.get('ratio'))} |")
+        without = row["tokens_per_s"] / plain if plain is not None else None
+        lines.append(f"| {' | '.join(cells)} | {percent(row.get('ratio'))} | {percent(without)} |")
     lines += ["", "| a completion of | swaps | stall, median and worst | sequences across a swap | probes differ by |"]
     lines += ["|---|---|---|---|---|"]
     for row in own:
@@ -182,6 +184,9 @@ def generation_table(rows: Rows) -> list[str]:
             f"at most {max(apart):.1e}" if apart else "-",
         ]
         lines.append(f"| {' | '.join(cells)} |")
+    for row in own:
+        busy = ", ".join(f"{label} {share:.2f}" for label, share in row.get("cores", {}).items() if share >= 0.005)
+        lines += ["", f"Processor cores at {row['tokens']} tokens: {busy}."] if busy else []
     return [*lines, "", *measured_on(rows)]
 
 

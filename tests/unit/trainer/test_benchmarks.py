@@ -120,5 +120,5 @@ def test_orchestration_is_compared_with_the_best_of_vllm_alone(tmp_path: Path) -
     assert rows[-1]["ratio"] == 0.9
     (tmp_path / "vllm_generation.json").write_text(json.dumps(rows))
     shown = table.table("generation", tmp_path)
-    assert "| 256 + 512 tokens | 512 | 33,000 | 30,000 | 27,000 | 90% |" in shown
+    assert "| 256 + 512 tokens | 512 | 33,000 | 30,000 | 27,000 | 90% | 82% |" in shown
     assert "| 2 by cuda_ipc | 150 ms, 200 ms | 512 of 2,048 | at most 3.0e-02 |" in shown

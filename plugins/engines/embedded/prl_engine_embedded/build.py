@@ -81,6 +81,12 @@ def build_scheduler(config: RunConfig, own: EmbeddedConfig) -> tuple[LoadedModel
 def _continuous(config: RunConfig, own: EmbeddedConfig, device: torch.device) -> tuple[LoadedModel, Scheduler]:
     from prl_engine_embedded.continuous import ContinuousScheduler
 
+    if device.type == "cuda":
+        log.warning(
+            "continuous batching on a GPU has given wrong log-probabilities now and then, after new weights; the "
+            'mismatch gate pauses the run then. Use batching = "fixed", or engine.use = "vllm"'
+        )
+
     loaded = models.load(config.model, device, "sdpa", own.max_sequence_tokens)
     return loaded, ContinuousScheduler(loaded, own)
 
