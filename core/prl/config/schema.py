@@ -155,7 +155,7 @@ class EngineTable(PluginTable):
     """Free its GPU's memory while the trainer trains, where both share it. Needs `loop.max_staleness = 0`."""
     adapters: Literal["auto", "merged"] = "auto"
     """How low-rank adapters reach it: as adapters, where it takes them, or "merged" into whole weights."""
-    install_timeout_s: float = Field(300, gt=0)
+    install_timeout_s: float = Field(600, gt=0)
     """How long a replica may take to install a version. One that takes longer is killed and started again, while the
     others go on."""
     drain_timeout_s: float = Field(120, ge=0)

@@ -14,7 +14,8 @@ from prl.wire import Client
 CONTROL_TIMEOUT_S = 60.0
 SLEEP_TIMEOUT_S = 300.0
 """Weights travel between the GPU and the host."""
-INSTALL_TIMEOUT_S = 1800.0
+INSTALL_TIMEOUT_S = 36_000.0
+"""The controller's own deadline, engine.install_timeout_s, comes first."""
 
 
 class WireEngineClient:
@@ -23,9 +24,8 @@ class WireEngineClient:
     When the connection breaks, every request in flight ends at once with `WireError`, and so does every later one.
     """
 
-    def __init__(self, address: str, token: str, *, install_timeout_s: float = INSTALL_TIMEOUT_S) -> None:
+    def __init__(self, address: str, token: str) -> None:
         self.address = address
-        self._install_timeout_s = install_timeout_s
         self._waiting: dict[str, asyncio.Future[Generation]] = {}
         self._outbox: list[GenerateRequest] = []
         self._loop = asyncio.get_running_loop()
@@ -69,7 +69,7 @@ class WireEngineClient:
         await self._wire.call(methods.PAUSE, NOTHING, timeout=CONTROL_TIMEOUT_S)
 
     async def install(self, weights: WeightsRef) -> None:
-        await self._wire.call(methods.INSTALL, weights, timeout=self._install_timeout_s)
+        await self._wire.call(methods.INSTALL, weights, timeout=INSTALL_TIMEOUT_S)
 
     async def resume(self) -> None:
         await self._wire.call(methods.RESUME, NOTHING, timeout=CONTROL_TIMEOUT_S)

@@ -155,7 +155,6 @@ class EngineServer:
     async def _install(self, peer: Peer, weights: WeightsRef) -> Nothing:
         """One at a time, in the order asked for. What is installed already is not installed again: its acknowledgement
         was lost."""
-        faults.point("engine.announced")
         async with self._installing:
             if weights.incarnation < self.backend.incarnation:
                 raise WeightsError(
@@ -166,7 +165,6 @@ class EngineServer:
                 self._installed = None
                 await self.backend.install(weights)
                 self._installed = weights
-        faults.point("engine.acknowledged")
         return NOTHING
 
     def _health(self, peer: Peer, request: Nothing) -> EngineHealth:

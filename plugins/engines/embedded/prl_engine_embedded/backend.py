@@ -92,11 +92,14 @@ class EmbeddedBackend:
         """Read a version while generation goes on, then stop between two tokens, swap, verify, go on."""
         if self._receiver is None:
             raise WeightsError("this engine was started without a weight channel")
+        faults.point("engine.announced")
         received = await asyncio.to_thread(self._receive, self._receiver, weights)
         await asyncio.to_thread(self._swap, weights, received)
+        faults.point("engine.acknowledged")
 
     def _receive(self, receiver: ChannelReceiver, weights: WeightsRef) -> ReceivedWeights:
         try:
+            faults.point("engine.transferring")
             return receiver.receive(weights)
         except PrlError:
             raise
