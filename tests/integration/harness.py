@@ -189,9 +189,13 @@ class Run:
         return [json.loads(line) for line in self.dir.metrics.read_bytes().split(b"\n")[:-1]]
 
     def computed(self) -> list[dict[str, Any]]:
-        """The metrics without what a clock says."""
+        """The metrics without what a clock says, and without how loaded the engines were at that moment."""
         return [
-            {key: value for key, value in row.items() if not key.startswith("time") and key != "eval/seconds"}
+            {
+                key: value
+                for key, value in row.items()
+                if not key.startswith(("time", "engine/")) and key != "eval/seconds"
+            }
             for row in self.metrics()
         ]
 
