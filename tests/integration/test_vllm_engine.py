@@ -129,7 +129,7 @@ def test_sequences_cross_a_swap_and_every_token_is_of_its_version(server: VllmSe
 
     async def body(client: WireEngineClient) -> None:
         def start(name: str) -> list[asyncio.Task[Generation]]:
-            prompts = [[1, 2, 3, index] for index in range(14)]
+            prompts = [[1, 2, 3, index] for index in range(60)]  # far more than are computed at once
             return [asyncio.create_task(client.generate(request(f"{name}{p[3]}", p, 480, seed=p[3]))) for p in prompts]
 
         async def underway() -> None:
@@ -196,14 +196,13 @@ def test_requests_outlast_a_sleep(server: VllmServer) -> None:
 
 def test_heartbeats_say_how_full_it_is(server: VllmServer) -> None:
     async def body(client: WireEngineClient) -> None:
-        running = [asyncio.create_task(client.generate(request(f"g{i}", [1, i], 300, seed=i))) for i in range(40)]
+        running = [asyncio.create_task(client.generate(request(f"g{i}", [1, i], 400, seed=i))) for i in range(60)]
         seen: list[dict[str, float]] = []
         while not all(task.done() for task in running):
             seen.append(server.gauges)
             await asyncio.sleep(0.1)
         full = max(seen, key=lambda gauges: gauges["running"])
-        assert full["load"] == full["running"] + full["waiting"] or full["load"] > 16
-        assert 0 < full["running"] <= 16 and max(one["waiting"] for one in seen) >= 20
+        assert 0 < full["running"] <= 16 < full["load"] and full["waiting"] > 0
         assert full["capacity"] == 32 * 128 and 0 < max(one["kv_usage"] for one in seen) <= 1
 
     server.use(body)
