@@ -42,7 +42,7 @@ def make_model(folder: Path, seed: int = 0, **changes: Any) -> Path:
     settings = {
         "vocab_size": 260, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
         "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 512,
-        "tie_word_embeddings": True, "initializer_range": 0.15, "bos_token_id": None, "eos_token_id": 257,
+        "tie_word_embeddings": True, "initializer_range": 0.1, "bos_token_id": None, "eos_token_id": 257,
     }  # fmt: skip
     LlamaForCausalLM(LlamaConfig(**{**settings, **changes})).float().save_pretrained(folder)
     return folder

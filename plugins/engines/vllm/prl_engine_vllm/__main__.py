@@ -51,6 +51,8 @@ async def serve(process: role.RoleProcess) -> None:
             ended.set_result(why)
 
     llm = build(namespace, deadline)
+    for name in ("prl", "prl_engine_vllm", "prl_channels"):
+        logging.getLogger(name).setLevel(logging.INFO)  # what vLLM imports has raised the level of all
     generation = Generation(llm, await llm.get_supported_tasks(), recompute=own.swap_kv == "recompute", on_dead=die)
     try:
         await generation.score(WARM_UP)
