@@ -248,6 +248,25 @@ def test_failing_what_is_in_flight_drops_what_was_held() -> None:
     scenario(body)
 
 
+def test_what_waited_outside_starts_under_the_weights_that_were_put_back() -> None:
+    async def body() -> None:
+        world = World(seats=4)  # two of them for probes
+        await world.add("a", "b", "waiting")
+        world.generation.hold()
+        await world.generation.resume(2, 0)
+        await world.generation.fail_in_flight("the probes do not agree")
+        assert await world.add("new") == []
+        await world.generation.resume(1, 0)
+        world.generation.release()
+        await settled()
+        started = world.core.added[-2:]
+        world.step(*(output(request.request_id, 4, finish=STOP) for request in started))
+        versions = {name: made.versions for name, made in world.ended().items() if isinstance(made, Made)}
+        assert versions == {"waiting": [1], "new": [1]} and world.generation.load == 0
+
+    scenario(body)
+
+
 def test_probes_are_scored_while_results_are_held_and_before_what_waits() -> None:
     async def body() -> None:
         world = World()

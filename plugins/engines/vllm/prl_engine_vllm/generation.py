@@ -58,6 +58,7 @@ class Generation:
         self._waiting: deque[Flight] = deque()
         self._held: list[Result] | None = None
         self._held_outputs: list[Any] = []
+        self._shut = False
         self._lora: Any = None
         self._weights = 0
         self._serial = 0
@@ -119,7 +120,7 @@ class Generation:
 
     def _submit_waiting(self) -> None:
         refused = []
-        while self._waiting and self._in_engine < self._seats:
+        while self._waiting and self._in_engine < self._seats and not self._shut:
             flight = self._waiting.popleft()
             if flight.key not in self._by_key:
                 continue  # aborted meanwhile
@@ -350,9 +351,13 @@ class Generation:
             self._deliver(held)
         for one in outputs:
             self._pass_on(one)
+        self._shut = False
+        self._submit_waiting()
 
     async def fail_in_flight(self, reason: str) -> None:
-        """See `Gate`. Those that the engine core has not seen yet are left alone."""
+        """See `Gate`. Those that the engine core has not seen yet are left alone, and start after `release`:
+        the weights in place are nobody's."""
+        self._shut = self._held is not None
         waiting = {flight.key for flight in self._waiting}
         failed = [flight for key, flight in self._by_key.items() if key not in waiting]
         self._drop(failed)
