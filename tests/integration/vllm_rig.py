@@ -66,12 +66,14 @@ def save_model(folder: Path) -> None:
     model = Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=VOCABULARY, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=64, max_position_embeddings=512, tie_word_embeddings=True,
+            num_key_value_heads=2, head_dim=64, max_position_embeddings=512, tie_word_embeddings=False,
             bos_token_id=None, eos_token_id=257, pad_token_id=256,
         )
     )  # fmt: skip
     with torch.no_grad():
-        model.model.embed_tokens.weight.mul_(6.0)
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1 and "embed" not in name:
+                parameter.mul_(8.0 if "lm_head" in name else 3.0)
     model.to(torch.bfloat16).save_pretrained(folder)
     save_tokenizer(folder)
 
@@ -186,7 +188,7 @@ class Rig:
                     parameter.add_((noise * size * parameter.float().std()).to(parameter.dtype))
 
     def publish(self, version: int, probes: Sequence[Probe] | None = None) -> Any:
-        tensors = {name: t for name, t in self.model.state_dict().items() if name != "lm_head.weight"}
+        tensors = self.model.state_dict()
         told = self.probes() if probes is None else probes
         return self.sender.send(version, 0, iter(tensors.items()), told, TOLERANCES[self.dtype])
 
