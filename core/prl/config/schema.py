@@ -265,7 +265,8 @@ class MismatchTable(Table):
     probes: int = Field(4, ge=0)
     """Sequences that every engine must reproduce after installing weights; 0 switches the gate off."""
     probe_tolerance: float = Field(0.0, ge=0)
-    """Mean absolute difference of log-probabilities allowed; 0 chooses 1e-3 for float32 and 0.15 for bfloat16."""
+    """Mean absolute difference of log-probabilities allowed; 0 chooses 1e-3 for float32, and for bfloat16
+    0.15 and a fiftieth of the mean absolute log-probability, since rounding is relative."""
     max_kl: float = Field(0.0, ge=0)
     """Limit of the mismatch KL (k3 estimator) of one step; 0 chooses 1e-3 for float32 and 0.015 for bfloat16."""
     action: Literal["warn", "pause", "stop", "correct"] = "pause"

@@ -142,7 +142,7 @@ class Installer:
         return f"installing version {self._target.version}: {self.state} for {spent:.1f} of {self._limit_s:g} s"
 
     def gauges(self) -> dict[str, float]:
-        return {"swap_stall_s": self.swap_stall_s}
+        return {"swap_stall_s": self.swap_stall_s, "probes_differ": self.probes_differ}
 
     # --- reading, while generation goes on ------------------------------------------------------------------
 
