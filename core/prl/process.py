@@ -16,10 +16,8 @@ log = logging.getLogger(__name__)
 
 
 def start_logging() -> None:
-    """To standard error, which the launcher keeps as the role's log. Handlers that an import has set up are replaced:
-    beside vLLM on CUDA there was one that let warnings through only."""
-    form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-    logging.basicConfig(level=logging.INFO, format=form, stream=sys.stderr, force=True)
+    """To standard error, which the launcher keeps as the role's log."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
 
 
 def run(name: str, body: Callable[[], int]) -> NoReturn:

@@ -67,3 +67,9 @@ def test_slots_fit_into_memory(kit: Any) -> None:
     assert build.bytes_per_token(model) == 2 * 2 * 2 * 8 * 4  # keys and values, layers, heads, head size, float32
     slot = 128 * build.bytes_per_token(model)
     assert [build.fitting_slots(model, 64, free) for free in (1e12, 2 * 40 * slot, 2 * 39 * slot, 0)] == [64, 40, 32, 8]
+
+
+def test_a_gpu_has_no_continuous_batching() -> None:
+    """There its log-probabilities were now and then not the trainer's while weights changed."""
+    with pytest.raises(EnvironmentNotFit, match=r'batching = "fixed", or engine.use = "vllm"'):
+        build._require_continuous(torch.device("cuda"))

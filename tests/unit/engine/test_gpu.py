@@ -1,4 +1,4 @@
-"""Both schedulers on a GPU: the model's own log-probabilities, and new weights in flight."""
+"""The scheduler on a GPU: the model's own log-probabilities, and new weights in flight."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ import torch
 
 from prl.messages import Generation
 from prl_engine_embedded import fitness, slots
-from prl_engine_embedded.build import can_pause
-from prl_engine_embedded.config import EmbeddedConfig
-from prl_engine_embedded.continuous import ContinuousScheduler
 from prl_engine_embedded.fixed import FixedScheduler
 from prl_engine_embedded.model import LoadedModel
 
@@ -22,17 +19,13 @@ pytestmark = [
 ]
 
 
-def make(kit: Any, batching: str) -> Any:
+def make(kit: Any) -> Any:
     slots.register()
     module = kit.make_module().requires_grad_(False).cuda()
-    module.set_attn_implementation(slots.ATTENTION if batching == "fixed" else "sdpa")
+    module.set_attn_implementation(slots.ATTENTION)
     model = LoadedModel(module, torch.device("cuda"), 128)
-    if batching == "fixed":
-        fitness.require_plain_attention(model)
-        return kit.Runner(kit.track(FixedScheduler(model, 64, 16)))
-    if not can_pause():
-        pytest.skip("needs transformers 5.19 or newer")
-    return kit.Runner(kit.track(ContinuousScheduler(model, EmbeddedConfig(slots=64, cache_tokens=16_384))))
+    fitness.require_plain_attention(model)
+    return kit.Runner(kit.track(FixedScheduler(model, 64, 16)))
 
 
 def difference(runner: Any, prompt: list[int], found: Generation) -> float:
@@ -42,9 +35,8 @@ def difference(runner: Any, prompt: list[int], found: Generation) -> float:
     return max(abs(a - b) for a, b in zip(scored, found.logprobs))
 
 
-@pytest.mark.parametrize("batching", ["fixed", "continuous"])
-def test_logprobs_and_weights_in_flight(kit: Any, batching: str) -> None:
-    runner = make(kit, batching)
+def test_logprobs_and_weights_in_flight(kit: Any) -> None:
+    runner = make(kit)
     requests = [kit.request(index) for index in range(100)]
     for request, found in zip(requests, runner.run(requests)):
         assert difference(runner, request.token_ids, found) < 1e-3
@@ -54,9 +46,8 @@ def test_logprobs_and_weights_in_flight(kit: Any, batching: str) -> None:
     before = runner.scheduler.tokens
     runner.add(running)
     time.sleep(0.1)
-    if batching == "fixed":
-        while runner.scheduler.tokens < before + 48 * 10:
-            time.sleep(0.001)
+    while runner.scheduler.tokens < before + 48 * 10:
+        time.sleep(0.001)
     with runner.scheduler.hold():
         runner.scheduler._model.module.load_state_dict(new)
         runner.scheduler.version = 5

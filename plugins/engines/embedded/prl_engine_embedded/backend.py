@@ -131,8 +131,8 @@ class EmbeddedBackend:
 
     @contextmanager
     def _alone_on_the_device(self) -> Iterator[None]:
-        """On a GPU, wait for every stream before and after: transformers' continuous batching computes on one of its
-        own, which nothing else orders against copies made here."""
+        """On a GPU, wait for every stream before and after: what is copied here may be the trainer's memory, which it
+        takes back once this version is acknowledged."""
         import torch
 
         cuda = self.model.device.type == "cuda"

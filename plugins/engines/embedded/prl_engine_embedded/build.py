@@ -27,12 +27,12 @@ def build_scheduler(config: RunConfig, own: EmbeddedConfig) -> tuple[LoadedModel
     """Load the model for the scheduler that the configuration asks for, and try it out.
 
     "auto" is fixed, which was 2 times faster than continuous on a CPU (256 short completions of a tiny model) and 5
-    times on an H200 (512 completions of 256 tokens, 0.6 billion parameters), unless the model needs more than it can do
-    or, on a GPU, its slots would not all fit into the memory.
+    times on an H200 (512 completions of 256 tokens, 0.6 billion parameters), unless the model needs more than it can
+    do. On a GPU there is nothing but fixed: see `_require_continuous`.
 
     Raises:
         UsageError: the model cannot be loaded, or cannot be served by this scheduler.
-        EnvironmentNotFit: a GPU is asked for and there is none, or transformers is too old for continuous batching.
+        EnvironmentNotFit: a GPU is asked for and there is none, or continuous batching cannot be used here.
     """
     threads = threads_of(config)
     if threads:
@@ -40,13 +40,9 @@ def build_scheduler(config: RunConfig, own: EmbeddedConfig) -> tuple[LoadedModel
     device = models.choose_device(own.device)
     repeatable = config.loop.max_staleness == 0
     if own.batching == "continuous":
-        if not can_pause():
-            raise EnvironmentNotFit(
-                'engine.batching = "continuous" needs a transformers whose continuous batching can be paused (5.19 or '
-                'newer): upgrade transformers, or set batching = "fixed"'
-            )
+        _require_continuous(device)
         return _continuous(config, own, device)
-    may_choose = own.batching == "auto" and not repeatable and can_pause()
+    may_choose = own.batching == "auto" and not repeatable and device.type == "cpu" and can_pause()
     slots.register()
     loaded = models.load(config.model, device, slots.ATTENTION, own.max_sequence_tokens)
     try:
@@ -59,9 +55,6 @@ def build_scheduler(config: RunConfig, own: EmbeddedConfig) -> tuple[LoadedModel
     # The number of rows may show in the bits of a result, so it must not depend on what else is in memory.
     count = own.slots if repeatable else fitting_slots(loaded, own.slots)
     if count < own.slots:
-        if may_choose and device.type != "cpu":
-            log.info("batching = continuous: %d of %d slots would fit", count, own.slots)
-            return _continuous(config, own, device)
         log.warning(
             "%d slots instead of %d, so that sequences of %d tokens fit into half of the free memory: lower "
             "engine.max_sequence_tokens to have more",
@@ -78,14 +71,25 @@ def build_scheduler(config: RunConfig, own: EmbeddedConfig) -> tuple[LoadedModel
     return loaded, fixed.FixedScheduler(loaded, count, own.prefill_rows, pinned_window=not windows, tiers=rows)
 
 
+def _require_continuous(device: torch.device) -> None:
+    """Raises:
+    EnvironmentNotFit: transformers cannot, or cannot be trusted with weights that change.
+    """
+    if device.type != "cpu":
+        raise EnvironmentNotFit(
+            'engine.batching = "continuous" is for CPUs: on a GPU its log-probabilities are now and then not the '
+            "trainer's while weights change (a mismatch KL of 0.83 at step 12 of a run, cause unknown): set "
+            'batching = "fixed", or engine.use = "vllm"'
+        )
+    if not can_pause():
+        raise EnvironmentNotFit(
+            'engine.batching = "continuous" needs a transformers whose continuous batching can be paused (5.19 or '
+            'newer): upgrade transformers, or set batching = "fixed"'
+        )
+
+
 def _continuous(config: RunConfig, own: EmbeddedConfig, device: torch.device) -> tuple[LoadedModel, Scheduler]:
     from prl_engine_embedded.continuous import ContinuousScheduler
-
-    if device.type == "cuda":
-        log.warning(
-            "continuous batching on a GPU has given wrong log-probabilities now and then, after new weights; the "
-            'mismatch gate pauses the run then. Use batching = "fixed", or engine.use = "vllm"'
-        )
 
     loaded = models.load(config.model, device, "sdpa", own.max_sequence_tokens)
     return loaded, ContinuousScheduler(loaded, own)

@@ -12,8 +12,8 @@ from prl.contribution import PluginConfig
 class EmbeddedConfig(PluginConfig):
     batching: Literal["auto", "fixed", "continuous"] = "auto"
     """"fixed" computes in fixed-shape batches, so that a request's tokens do not depend on its companions;
-    "continuous" is transformers' own scheduler with a paged cache; "auto" is fixed wherever the model and, on a GPU,
-    the memory allow it, and always when loop.max_staleness is 0."""
+    "continuous" is transformers' own scheduler with a paged cache, on a CPU only; "auto" is fixed wherever the model
+    allows it, and always on a GPU and when loop.max_staleness is 0."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """"auto" takes a GPU where there is one."""
     slots: int = Field(256, ge=8, le=4096)

@@ -16,7 +16,7 @@ from prl_engine_vllm.gate import Gate
 
 QUANTISED_FACTOR, QUANTISED_LEAST = 2.0, 0.3
 """What the trainer's tolerance becomes where the engine quantises what it receives: so many times it, and at least so
-much. Sixteen bits alone are allowed 0.15 and more, and eight are farther from the trainer without anything being wrong."""
+much. Sixteen bits alone are allowed 0.15 and more; eight are farther from the trainer without anything being wrong."""
 
 
 async def check(gate: Gate, probes: Sequence[Probe], tolerance: float, *, ranks: int = 1, lora: Any = None) -> float:

@@ -25,8 +25,8 @@ from prl_trainer_fsdp.parallel.runtime import Runtime, share_bytes, share_in_row
 PROBE_TOKENS = 96
 """Longest probe, so that most have something of an answer: every engine scores them after each install."""
 TOLERANCES = {"float32": (1e-3, 0.0), "bfloat16": (0.15, 0.02)}
-"""Mean absolute difference of log-probabilities that two correct implementations show at most: a constant, and a share of
-the mean of their absolute values. Rounding is relative: of SmolLM2 in bfloat16, beside float32, 0.04 on what it samples
+"""Mean absolute difference of log-probabilities that two correct implementations show at most: a constant, and a share
+of the mean of their absolute values. Rounding is relative: SmolLM2 in bfloat16, beside float32: 0.04 on what it samples
 itself (mean log-probability -2.2), 0.08 on the beginning of a prompt (-6.4), 0.11 on random tokens (-15.3), which is
 0.035 + 0.005 of that value; here are three times as much for both sides. A torn tensor makes 0.6 and more."""
 
