@@ -36,7 +36,7 @@ EXACT = 1e-5
 """Between vLLM's log-probabilities and transformers' in float32; 3e-6 was measured."""
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
     folder = tmp_path_factory.mktemp("vllm")
     server = VllmServer(folder, make_model(folder / "model"))

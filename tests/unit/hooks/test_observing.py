@@ -85,7 +85,9 @@ def test_every_event_becomes_its_hook(tmp_path: Path, monkeypatch: pytest.Monkey
     sink.event("weights_installed", version=5, seconds=0.5, bytes=10)
     sink.event("checkpoint_saved", step=5)
     sink.event("stop_requested")
-    sink.role_lost(SimpleNamespace(role="engine", replica=1), "it did not answer")  # type: ignore[arg-type]
+    for replica, leaving in ((1, False), (2, True)):  # the second was asked to go: that is no loss
+        connection = SimpleNamespace(role="engine", replica=replica, leaving=leaving)
+        sink.role_lost(connection, "it did not answer")  # type: ignore[arg-type]
     writer.close()
     assert told == [
         ("prl_run_started", {"resumed_from": 4}),
