@@ -19,7 +19,7 @@ import torch
 from prl import foreign, registry
 from prl.engine.client import WireEngineClient
 from prl.errors import EpisodeFailed, WireError
-from prl.messages import GenerateRequest, Generation, WeightsRef
+from prl.messages import GenerateRequest, WeightsRef
 from prl.protocols import EngineClient, Probe
 from prl.testing.contracts import engine as contract
 from prl.types import Sampling
@@ -27,7 +27,7 @@ from prl_engine_vllm.config import VllmConfig
 from prl_engine_vllm.interpreter import REMEDY, choose
 
 from .listening import listening
-from .vllm_server import TOKEN, VllmServer, make_model
+from .vllm_server import TOKEN, Load, VllmServer, make_model
 
 PYTHON = choose(VllmConfig())
 pytestmark = pytest.mark.skipif(PYTHON is None, reason=f"no vLLM here: {REMEDY}")
@@ -128,39 +128,28 @@ def test_sequences_cross_a_swap_and_every_token_is_of_its_version(server: VllmSe
         return sender.send(version, 0, iter(tensors.items()), [probe], 1e-3)
 
     async def body(client: WireEngineClient) -> None:
-        def start(name: str) -> list[asyncio.Task[Generation]]:
-            prompts = [[1, 2, 3, index] for index in range(60)]  # far more than are computed at once
-            return [asyncio.create_task(client.generate(request(f"{name}{p[3]}", p, 480, seed=p[3]))) for p in prompts]
-
-        async def underway() -> None:
-            before = (await client.health()).info["tokens"]
-            while (await client.health()).info["tokens"] < before + 160:
-                await asyncio.sleep(0.01)
-
         good, bad = publish(1, 1, 1), publish(2, 0, 1)  # now: writing files while the engine computes may take long
-        running = start("x")
-        await underway()
-        await client.install(good)
+        async with Load(client, 60, 480) as load:
+            await load.underway()
+            await client.install(good)
         crossed = 0
-        for index, made in enumerate(await asyncio.gather(*running)):
-            sequence = [1, 2, 3, index, *made.token_ids]
+        for prompt, made in load.answers:
+            sequence = [*prompt, *made.token_ids]
             for version in (0, 1):
-                expected = forward(models[version], sequence)[4:]
+                expected = forward(models[version], sequence)[len(prompt) :]
                 mine = torch.tensor([v == version for v in made.versions])
                 torch.testing.assert_close(torch.tensor(made.logprobs)[mine], expected[mine], atol=EXACT, rtol=0)
             assert made.versions == sorted(made.versions)
             crossed += set(made.versions) == {0, 1}
-        assert crossed
+        assert crossed and not load.failures
         assert (await client.health()).version == 1
 
-        running = start("y")
-        await underway()
-        with pytest.raises(Exception, match="probes do not agree"):
-            await client.install(bad)
-        failed = await asyncio.gather(*running, return_exceptions=True)
-        assert any(isinstance(one, WireError) and "not verified" in str(one) for one in failed)
-        for one in failed:
-            assert isinstance(one, WireError) or set(one.versions) == {1}  # type: ignore[union-attr]
+        async with Load(client, 60, 480) as load:
+            await load.underway()
+            with pytest.raises(Exception, match="probes do not agree"):
+                await client.install(bad)
+        assert any("not verified" in str(one) for one in load.failures)
+        assert all(set(made.versions) == {1} for _, made in load.answers)
         made = await client.generate(request("after", [1, 2], 30))
         expected = forward(models[1], [1, 2, *made.token_ids])[2:]
         torch.testing.assert_close(torch.tensor(made.logprobs), expected, atol=EXACT, rtol=0)
@@ -174,21 +163,20 @@ def test_requests_outlast_a_sleep(server: VllmServer) -> None:
     model = loaded(server.model)
 
     async def body(client: WireEngineClient) -> None:
-        prompts = [[1, 2, 3, index] for index in range(40)]  # far more than are computed at once
-        running = [asyncio.create_task(client.generate(request(f"s{p[3]}", p, 400, seed=p[3]))) for p in prompts]
-        before = (await client.health()).info["tokens"]
-        while (await client.health()).info["tokens"] < before + 100:
-            await asyncio.sleep(0.01)
-        await client.sleep()
-        try:
-            running.append(asyncio.create_task(client.generate(request("late", [4, 4], 20))))
-            asleep = await client.health()
-            await asyncio.sleep(0.5)
-            assert asleep.paused and (await client.health()).info["tokens"] == asleep.info["tokens"]
-            assert not all(task.done() for task in running), "there was nothing to sleep through"
-        finally:
-            await client.wake()
-        for prompt, made in zip([*prompts, [4, 4]], await asyncio.gather(*running), strict=True):
+        async with Load(client, 40, 400) as load:
+            await load.underway()
+            await client.sleep()
+            try:
+                late = asyncio.create_task(client.generate(request("late", [4, 4], 20)))
+                asleep = await client.health()
+                answered = len(load.answers)
+                await asyncio.sleep(0.5)
+                assert asleep.paused and (await client.health()).info["tokens"] == asleep.info["tokens"]
+                assert len(load.answers) == answered and not late.done()
+            finally:
+                await client.wake()
+        assert len(load.answers) >= answered + 40 and not load.failures
+        for prompt, made in [*load.answers, ([4, 4], await late)]:
             expected = forward(model, [*prompt, *made.token_ids])[len(prompt) :]
             torch.testing.assert_close(torch.tensor(made.logprobs), expected, atol=EXACT, rtol=0)
 
@@ -197,11 +185,11 @@ def test_requests_outlast_a_sleep(server: VllmServer) -> None:
 
 def test_heartbeats_say_how_full_it_is(server: VllmServer) -> None:
     async def body(client: WireEngineClient) -> None:
-        running = [asyncio.create_task(client.generate(request(f"g{i}", [1, i], 400, seed=i))) for i in range(60)]
         seen: list[dict[str, float]] = []
-        while not all(task.done() for task in running):
-            seen.append(server.gauges)
-            await asyncio.sleep(0.1)
+        async with Load(client, 60, 400):
+            while not seen or not all(max(one[name] for one in seen) for name in ("running", "waiting", "kv_usage")):
+                seen.append(server.gauges)
+                await asyncio.sleep(0.1)
         most = {name: max(one[name] for one in seen) for name in seen[-1]}
         assert 0 < most["running"] <= 16 < most["load"] and most["waiting"] > 0
         assert most["capacity"] == 32 * 128 and 0 < most["kv_usage"] <= 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import subprocess
@@ -14,8 +15,20 @@ from typing import Any
 
 from prl.config.schema import RunConfig
 from prl.engine.client import WireEngineClient
-from prl.messages import NOTHING, REGISTER, SHUTDOWN, STATUS, Register, RoleStatus, Welcome
+from prl.errors import WireError
+from prl.messages import (
+    NOTHING,
+    REGISTER,
+    SHUTDOWN,
+    STATUS,
+    GenerateRequest,
+    Generation,
+    Register,
+    RoleStatus,
+    Welcome,
+)
 from prl.rundir import RunDir
+from prl.types import Sampling
 from prl.wire import Peer, Server
 
 from .conftest import make_tiny_model
@@ -139,3 +152,41 @@ class VllmServer:
             self.process.wait()
             self._loop.call_soon_threadsafe(self._wire.close)
             self._loop.call_soon_threadsafe(self._loop.stop)
+
+
+class Load:
+    """So many requests in flight until it is left, far more than are computed at once: an answer is followed by the
+    next request, so that whatever a test does inside meets sequences under way however fast the machine is."""
+
+    def __init__(self, client: WireEngineClient, count: int, max_tokens: int) -> None:
+        self.answers: list[tuple[list[int], Generation]] = []
+        self.failures: list[WireError] = []
+        self._client, self._count, self._max_tokens = client, count, max_tokens
+        self._ending = False
+        self._numbers = itertools.count()
+
+    async def __aenter__(self) -> Load:
+        self._tasks = [asyncio.create_task(self._ask()) for _ in range(self._count)]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._ending = True
+        await asyncio.gather(*self._tasks)
+
+    async def underway(self, tokens: int = 160) -> None:
+        """Until so many more have been sampled."""
+        before = (await self._client.health()).info["tokens"]
+        while (await self._client.health()).info["tokens"] < before + tokens:
+            await asyncio.sleep(0.01)
+
+    async def _ask(self) -> None:
+        while not self._ending:
+            number = next(self._numbers)
+            prompt = [1, 2, 3, number % 256]
+            request = GenerateRequest(
+                f"load{id(self)}-{number}", prompt, Sampling(self._max_tokens, 1.0), [], number, 60.0
+            )
+            try:
+                self.answers.append((prompt, await self._client.generate(request)))
+            except WireError as error:
+                self.failures.append(error)
