@@ -51,6 +51,7 @@ from prl.messages import (
     EngineSet,
     EpisodeReply,
     EpisodeRequest,
+    Installed,
     Nothing,
     Register,
     TaskPage,
@@ -200,9 +201,9 @@ class RemoteFleet(FakeFleet):
         super().__init__()
         self._gateway = gateway
 
-    async def install(self, weights: WeightsRef) -> None:
+    async def install(self, weights: WeightsRef) -> Installed:
         await self._gateway.call(SET_ENGINES, EngineSet([EngineAddress(0, "", weights.version)]), timeout=30)
-        await super().install(weights)
+        return await super().install(weights)
 
 
 def wire(steps: int = 40) -> dict[str, Any]:

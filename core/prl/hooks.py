@@ -106,6 +106,10 @@ class MonitorObserver:
         self._monitor.metrics(step, metrics)
 
     @hookimpl
+    def prl_probes_scored(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._monitor.metrics(step, metrics)
+
+    @hookimpl
     def prl_run_finished(self, outcome: str) -> None:
         self._monitor.finish(outcome)
 

@@ -63,6 +63,12 @@ def prl_weights_published(run: RunInfo, version: int, seconds: float, num_bytes:
 
 
 @hookspec
+def prl_probes_scored(run: RunInfo, step: int, metrics: Mapping[str, float]) -> None:
+    """After the version that this step made was installed: how well the engines reproduce the trainer's probabilities,
+    with what is also a line of metrics.jsonl. Later steps may have finished before."""
+
+
+@hookspec
 def prl_checkpoint_saved(run: RunInfo, step: int, path: Path) -> None:
     """After a checkpoint's manifest was written, which makes it one."""
 

@@ -254,6 +254,20 @@ class WeightsRef(msgspec.Struct, frozen=True):
     adapter: bool = False
 
 
+class Installed(msgspec.Struct, frozen=True):
+    """How an engine that installed a version reproduces the trainer's probes.
+
+    Args:
+        probe_tokens: how many of their tokens the policy had sampled; with data-parallel ranks, the sum over these.
+        probe_kl: mean of the k3 estimator of KL(engine || trainer) over those; 0 without any.
+        probe_difference: mean absolute difference of log-probabilities over all tokens that were scored.
+    """
+
+    probe_tokens: int = 0
+    probe_kl: float = 0.0
+    probe_difference: float = 0.0
+
+
 class ReleaseRequest(msgspec.Struct):
     """Every reader has acknowledged: these versions may be deleted."""
 

@@ -17,6 +17,7 @@ from prl.messages import (
     EpisodeRequest,
     GenerateRequest,
     Generation,
+    Installed,
     TrainBatch,
     TrainReport,
     WeightsRef,
@@ -119,9 +120,13 @@ class EngineClient(Protocol):
         """Stop between two tokens; requests stay. Idempotent."""
         ...
 
-    async def install(self, weights: WeightsRef) -> None:
+    async def install(self, weights: WeightsRef) -> Installed:
         """Load, install and verify one version: it reads them while generation goes on, swaps them between two tokens
-        of the requests in flight, and goes on. On any error the engine holds exactly one whole version.
+        of the requests in flight, and goes on. On any error the engine holds exactly one whole version. One that is
+        held already is not installed again, and answered as before.
+
+        Returns:
+            How well the engine reproduces the probes (`prl.engine.probes.check`).
 
         Raises:
             WeightsError: checksums or probes do not agree; the former version is still installed.
@@ -241,10 +246,12 @@ class ChannelReceiver(Protocol):
 
 
 class Probe(msgspec.Struct, frozen=True):
-    """A short sequence with the trainer's own log-probabilities (first token 0), to be reproduced after installing."""
+    """A short sequence with the trainer's own log-probabilities (first token 0), to be reproduced after installing.
+    Its tokens from `first` on were sampled by the policy a moment ago; those before are their context."""
 
     token_ids: list[int]
     logprobs: list[float]
+    first: int = 1
 
 
 class ReceivedWeights(msgspec.Struct):
@@ -333,8 +340,8 @@ class EngineFleet(Protocol):
         """Versions that an engine is reading at this moment, which must not be released."""
         ...
 
-    async def install(self, weights: WeightsRef) -> None:
-        """Those that sleep are woken first."""
+    async def install(self, weights: WeightsRef) -> Installed:
+        """Those that sleep are woken first. Answers with the largest figures of any engine."""
         ...
 
     async def sleep(self) -> None:

@@ -262,8 +262,9 @@ class StoreTable(Table):
 class MismatchTable(Table):
     """Trainer and engine must compute the same probabilities. Checked on tokens of the trainer's own version."""
 
-    probes: int = Field(4, ge=0)
-    """Sequences that every engine must reproduce after installing weights; 0 switches the gate off."""
+    probes: int = Field(8, ge=0)
+    """Sequences that every engine must reproduce after installing weights, of what was sampled last; 0 switches the
+    gate off. More give a more exact `mismatch/probe_kl`, and answers that wait longer for them."""
     probe_tolerance: float = Field(0.0, ge=0)
     """Mean absolute difference of log-probabilities allowed; 0 chooses 1e-3 for float32, and for bfloat16
     0.15 and a fiftieth of the mean absolute log-probability, since rounding is relative."""

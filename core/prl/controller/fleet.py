@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from prl.controller.hub import Connection, Hub
+from prl.engine.probes import worst
 from prl.errors import PrlError, RunFailed, WeightsError, WireError
-from prl.messages import SET_ENGINES, EngineAddress, EngineGauges, EngineHealth, EngineSet, WeightsRef
+from prl.messages import SET_ENGINES, EngineAddress, EngineGauges, EngineHealth, EngineSet, Installed, WeightsRef
 from prl.planning import ENGINE
 from prl.protocols import EngineClient, EnginePlugin, SleepingEngineClient
 
@@ -36,13 +37,15 @@ EndEngine = Callable[[Connection, str], None]
 @dataclass(eq=False)
 class Engine:
     """One registered engine. `holds` is the version it serves with, None before it has caught up; `reading` the one
-    that is being installed; `late` says that it has one, and that there was a newer one by then; `asleep` that the
-    memory of its GPU is free. `task` brings it to the newest version, and returns why that was not possible."""
+    that is being installed; `said` what it answered to the last one that it installed; `late` says that it has one, and
+    that there was a newer one by then; `asleep` that the memory of its GPU is free. `task` brings it to the newest
+    version, and returns why that was not possible."""
 
     connection: Connection
     client: EngineClient
     holds: WeightsRef | None = None
     reading: WeightsRef | None = None
+    said: Installed = field(default_factory=Installed)
     late: bool = False
     asleep: bool = False
     task: asyncio.Task[PrlError | None] | None = None
@@ -127,9 +130,12 @@ class WireFleet:
 
     # --- new versions ---------------------------------------------------------------------------------------
 
-    async def install(self, weights: WeightsRef) -> None:
+    async def install(self, weights: WeightsRef) -> Installed:
         """Bring every engine to `weights`; return when at least one serves it and none serves another. An engine that
         joins is waited for only if there is no other, or once it has installed a version and is still behind.
+
+        Returns:
+            The largest figures of those that serve it.
 
         Raises:
             WeightsError: every engine refused it. RunFailed: no engine is left, and none came back in time.
@@ -146,6 +152,7 @@ class WireFleet:
             self._give_up(engine, error)
         await self._wait_for_engine(weights)
         self._announce()
+        return worst([engine.said for engine in self.serving() if engine.holds == weights])
 
     async def sleep(self) -> None:
         """Every engine frees its GPU's memory until the next install. One that cannot is ended."""
@@ -223,7 +230,7 @@ class WireFleet:
         if engine.asleep:
             await cast(SleepingEngineClient, engine.client).wake()
             engine.asleep = False
-        await engine.client.install(weights)
+        engine.said = await engine.client.install(weights)
 
     async def _wait_for_engine(self, weights: WeightsRef) -> None:
         deadline = asyncio.get_running_loop().time() + RESTART_WAIT_S

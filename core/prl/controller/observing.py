@@ -14,10 +14,14 @@ from prl.config.schema import RunConfig
 from prl.controller.hub import Connection
 from prl.hooks import MonitorObserver, Observers, RunInfo, plugin_manager
 from prl.rundir import RunDir
+from prl.store.records import kind_of
 from prl.store.sink import RunSink
 from prl.store.writer import StoreWriter
 
 log = logging.getLogger(__name__)
+
+
+_HOOKS = {"step": "prl_step_finished", "evaluation": "prl_eval_finished", "probes": "prl_probes_scored"}
 
 
 class ObservedSink(RunSink):
@@ -38,11 +42,11 @@ class ObservedSink(RunSink):
         self._observers = Observers(info, manager=manager, report=log.warning) if manager.get_plugins() else None
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        evaluation = any(name.startswith("eval/") for name in values)
-        if not evaluation:
+        kind = kind_of(values)
+        if kind == "step":
             values = {**values, **self.gauges()}
         super().metrics(step, values)
-        self._tell("prl_eval_finished" if evaluation else "prl_step_finished", step=step, metrics=dict(values))
+        self._tell(_HOOKS[kind], step=step, metrics=dict(values))
 
     def event(self, kind: str, **data: Any) -> None:
         super().event(kind, **data)

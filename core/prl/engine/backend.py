@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from prl.engine.methods import Failure
-from prl.messages import GenerateRequest, Generation, WeightsRef
+from prl.messages import GenerateRequest, Generation, Installed, WeightsRef
 
 Key = tuple[object, str]
 """Who asked (a peer of the wire) and the id it gave the request."""
@@ -58,7 +58,7 @@ class Backend(Protocol):
         """Go on. Only called while paused."""
         ...
 
-    async def install(self, weights: WeightsRef) -> None:
+    async def install(self, weights: WeightsRef) -> Installed:
         """As `EngineClient.install`; one at a time, paused or not."""
         ...
 

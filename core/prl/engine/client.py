@@ -8,7 +8,7 @@ from typing import Any
 
 from prl.engine import methods
 from prl.errors import EpisodeFailed, WireError
-from prl.messages import NOTHING, EngineHealth, GenerateRequest, Generation, Nothing, WeightsRef
+from prl.messages import NOTHING, EngineHealth, GenerateRequest, Generation, Installed, Nothing, WeightsRef
 from prl.wire import Client
 
 CONTROL_TIMEOUT_S = 60.0
@@ -68,8 +68,8 @@ class WireEngineClient:
     async def pause(self) -> None:
         await self._wire.call(methods.PAUSE, NOTHING, timeout=CONTROL_TIMEOUT_S)
 
-    async def install(self, weights: WeightsRef) -> None:
-        await self._wire.call(methods.INSTALL, weights, timeout=INSTALL_TIMEOUT_S)
+    async def install(self, weights: WeightsRef) -> Installed:
+        return await self._wire.call(methods.INSTALL, weights, timeout=INSTALL_TIMEOUT_S)
 
     async def resume(self) -> None:
         await self._wire.call(methods.RESUME, NOTHING, timeout=CONTROL_TIMEOUT_S)

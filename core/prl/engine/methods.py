@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from prl.messages import EngineHealth, GenerateRequest, Generation, Method, Nothing, WeightsRef
+from prl.messages import EngineHealth, GenerateRequest, Generation, Installed, Method, Nothing, WeightsRef
 
 
 class GenerateBatch(msgspec.Struct):
@@ -51,7 +51,7 @@ FINISHED = Method("engine.finished", FinishedBatch, Nothing)
 ABORT = Method("engine.abort", AbortBatch, Nothing)
 SCORE = Method("engine.score", ScoreRequest, ScoreReply)
 PAUSE = Method("engine.pause", Nothing, Nothing)
-INSTALL = Method("engine.install", WeightsRef, Nothing)
+INSTALL = Method("engine.install", WeightsRef, Installed)
 RESUME = Method("engine.resume", Nothing, Nothing)
 SLEEP = Method("engine.sleep", Nothing, Nothing)
 WAKE = Method("engine.wake", Nothing, Nothing)

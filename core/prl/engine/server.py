@@ -19,7 +19,7 @@ from prl.engine.backend import Backend, Result, SleepingBackend
 from prl.engine.methods import Failure
 from prl.errors import WeightsError, WireError
 from prl.faults import InjectedFault
-from prl.messages import NOTHING, EngineHealth, Generation, Nothing, WeightsRef
+from prl.messages import NOTHING, EngineHealth, Generation, Installed, Nothing, WeightsRef
 from prl.role import RoleProcess
 from prl.wire import Handlers, Peer
 
@@ -37,8 +37,8 @@ class EngineServer:
         self.asleep = False
         self._pausing = asyncio.Lock()
         self._installing = asyncio.Lock()
-        self._installed: WeightsRef | None = None
-        """The last one, if nothing went wrong since."""
+        self._installed: tuple[WeightsRef, Installed] | None = None
+        """The last one and what was answered, if nothing went wrong since."""
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         backend.start(self._deliver)
@@ -152,7 +152,7 @@ class EngineServer:
             raise WireError("this engine cannot free its GPU's memory while it runs: set engine.sleep = false")
         return self.backend
 
-    async def _install(self, peer: Peer, weights: WeightsRef) -> Nothing:
+    async def _install(self, peer: Peer, weights: WeightsRef) -> Installed:
         """One at a time, in the order asked for. What is installed already is not installed again: its acknowledgement
         was lost."""
         async with self._installing:
@@ -161,11 +161,10 @@ class EngineServer:
                     f"version {weights.version} is of incarnation {weights.incarnation} of the trainer, and this "
                     f"engine has heard of incarnation {self.backend.incarnation}"
                 )
-            if weights != self._installed:
+            if self._installed is None or self._installed[0] != weights:
                 self._installed = None
-                await self.backend.install(weights)
-                self._installed = weights
-        return NOTHING
+                self._installed = weights, await self.backend.install(weights)
+            return self._installed[1]
 
     def _health(self, peer: Peer, request: Nothing) -> EngineHealth:
         backend = self.backend

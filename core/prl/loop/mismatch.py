@@ -1,14 +1,18 @@
 """The mismatch gate in training: trainer and engine must compute the same probabilities.
 
 Only tokens whose version is the trainer's own are compared; older ones differ because the policy moved, which the
-trainer reports apart as drift. The other half of the gate, the probes of every publish, is the engine's.
+trainer reports apart as drift. The other half of the gate, the probes of every publish, is the engine's: it refuses
+weights with which it does not reproduce them. What it found is reported beside, for every version that was installed:
+a step may have no token of the trainer's own version, in a run that samples ahead of it.
 """
 
 from __future__ import annotations
 
+import msgspec
+
 from prl.errors import RunFailed
 from prl.loop.state import LoopState
-from prl.messages import TrainReport
+from prl.messages import Installed, TrainReport
 
 METRIC = "mismatch/kl"
 """Mean over those tokens of the k3 estimator exp(d) - 1 - d with d = trainer minus engine log-probability
@@ -18,6 +22,14 @@ LIMITS = {"float32": 1e-3, "bfloat16": 0.015}
 MIN_TOKENS = 256
 """A mean over fewer says little: one token with d = 2 in fifty is 0.09. Steps are then judged together, as many as have
 so many tokens. An asynchronous run trains few of its own version."""
+
+
+def probe_metrics(installed: Installed) -> dict[str, float]:
+    """What the engines found of the probes of a version, under the names of metrics: of the step that made it. Empty
+    where the policy had sampled none of them: before the first step they are random, which says nothing of a KL."""
+    if not installed.probe_tokens:
+        return {}
+    return {f"mismatch/{name}": float(value) for name, value in msgspec.structs.asdict(installed).items()}
 
 
 def check_mismatch(state: LoopState, report: TrainReport) -> None:

@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
+
 from prl.errors import RunFailed, WeightsError
 from prl.loop.evaluate import Evaluator
+from prl.loop.mismatch import probe_metrics
 from prl.loop.state import LoopState
 from prl.loop.waits import within
 from prl.messages import WeightsRef
@@ -58,7 +61,8 @@ class Publisher:
         timeout = state.config.loop.step_timeout_s
         with state.waits.on("publish", "engine", f"installing version {ref.version}", timeout):
             try:
-                await within(state.roles.fleet.install(ref), timeout, f"installing version {ref.version}", "engine")
+                installing = state.roles.fleet.install(ref)
+                found = await within(installing, timeout, f"installing version {ref.version}", "engine")
             except WeightsError as error:
                 raise RunFailed(f"version {ref.version} was refused: {error}", log="logs/engine-0.log") from error
         self._former += [other.version for other in skipped]
@@ -67,7 +71,9 @@ class Publisher:
         self._installed = ref
         seconds = asyncio.get_running_loop().time() - started
         what = {"version": ref.version, "bytes": ref.num_bytes, "adapter": ref.adapter}
-        state.sink.event("weights_installed", seconds=round(seconds, 4), **what)
+        state.sink.event("weights_installed", seconds=round(seconds, 4), **what, **msgspec.structs.asdict(found))
+        if values := probe_metrics(found):
+            state.sink.metrics(ref.version, values)
         await self._release()
         state.progress = asyncio.get_running_loop().time()
         if evaluate:

@@ -8,7 +8,7 @@ msgpack; a frame that a crash cut off is the last one and is ignored.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -20,6 +20,17 @@ Status = Literal["trained", "dropped", "failed", "eval"]
 
 OPEN_FILE = "open.msgpack"
 INDEX_FILE = "index.jsonl"
+
+
+def kind_of(names: Iterable[str]) -> Literal["step", "evaluation", "probes"]:
+    """What a line of `metrics.jsonl` with these names is of: an optimiser step; an evaluation after it; or the install
+    of the version that the step made."""
+    for name in names:
+        if name.startswith("eval/"):
+            return "evaluation"
+        if name.startswith("mismatch/probe_"):
+            return "probes"
+    return "step"
 
 
 class RolloutRecord(msgspec.Struct, array_like=True):

@@ -16,7 +16,7 @@ import msgspec
 
 from prl.rundir import RunDir
 from prl.store.files import atomic_write, complete_lines, repair_lines, store_error
-from prl.store.records import INDEX_FILE, OPEN_FILE, read_frames, sealed_path, sealed_steps
+from prl.store.records import INDEX_FILE, OPEN_FILE, kind_of, read_frames, sealed_path, sealed_steps
 from prl.store.writer import rewrite_open
 
 _decode_json = msgspec.json.Decoder().decode
@@ -49,7 +49,8 @@ def rewind(
     """Drop metrics, index lines and rollouts of what was done after `step`. Events stay: they tell what happened.
 
     Kept are steps up to `step`; evaluations up to `step` whose metrics were written, unless `evaluated_again` drops
-    that of `step` itself; and episodes that no step used, if their group was `settled`.
+    that of `step` itself; and episodes that no step used, if their group was `settled`. The version of `step` is
+    installed again, so what was measured of that goes.
 
     Every file is replaced as a whole, so that this may be interrupted and repeated. Call it before a StoreWriter opens.
 
@@ -95,7 +96,7 @@ def _evaluated(metrics: Path) -> set[int]:
     found = set()
     for line in _lines(metrics):
         value = _decoded(line)
-        if value is not None and _is_evaluation(value):
+        if value is not None and kind_of(value) == "evaluation":
             found.add(int(value["step"]))
     return found
 
@@ -160,12 +161,13 @@ def _filter_index(path: Path, step: int, later: Container[int], keep: _Keep) -> 
 
 def _filter_metrics(path: Path, step: int, evaluated_again: bool) -> int:
     lines = _lines(path)
+    again = {"probes", "evaluation"} if evaluated_again else {"probes"}
     kept = []
     for line in lines:
         value = _decoded(line)
         if value is not None:
             number = int(value.get("step", step + 1))
-            if number < step or (number == step and not (evaluated_again and _is_evaluation(value))):
+            if number < step or (number == step and kind_of(value) not in again):
                 kept.append(line)
     _replace(path, kept)
     return len(lines) - len(kept)
@@ -187,10 +189,6 @@ def _decoded(line: bytes) -> dict[str, Any] | None:
     except msgspec.DecodeError:
         return None
     return value if isinstance(value, dict) else None
-
-
-def _is_evaluation(value: dict[str, Any]) -> bool:
-    return any(name.startswith("eval/") for name in value)
 
 
 def _replace(path: Path, lines: list[bytes]) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prl.errors import WeightsError
-from prl.messages import EngineHealth, GenerateRequest, Generation, WeightsRef
+from prl.messages import EngineHealth, GenerateRequest, Generation, Installed, WeightsRef
 
 
 class FakeEngine:
@@ -32,6 +32,8 @@ class FakeEngine:
         self._vocabulary = vocabulary
         self._end = end
         self._token_s = token_s
+        self.probed = Installed()
+        """What it answers to an install."""
         self.asleep = False
         self._running = asyncio.Event()
         self._running.set()
@@ -77,7 +79,7 @@ class FakeEngine:
     async def pause(self) -> None:
         self._running.clear()
 
-    async def install(self, weights: WeightsRef) -> None:
+    async def install(self, weights: WeightsRef) -> Installed:
         """Takes any reference whose location starts with "fake:", as `FakeTrainer` makes them.
 
         Raises:
@@ -88,6 +90,7 @@ class FakeEngine:
             raise WeightsError(f"{weights.location}: a fake engine installs what a fake trainer published")
         self.version, self.incarnation = weights.version, weights.incarnation
         self.installed.append(weights.version)
+        return self.probed
 
     async def resume(self) -> None:
         self._running.set()

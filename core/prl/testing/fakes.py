@@ -21,7 +21,7 @@ from prl.errors import EpisodeFailed
 from prl.loop.groups import Group
 from prl.loop.state import LoopState, Roles
 from prl.loop.tasks import TaskSource
-from prl.messages import EngineGauges, EpisodeRequest, TrainBatch, TrainReport, TrainSample, WeightsRef
+from prl.messages import EngineGauges, EpisodeRequest, Installed, TrainBatch, TrainReport, TrainSample, WeightsRef
 from prl.protocols import GroupMember
 from prl.types import Credit, Outcome, Reward, RolloutHeader, SampleBody, SampleHeader, Split, Task
 
@@ -30,13 +30,14 @@ _decode_body = msgspec.msgpack.Decoder(SampleBody).decode
 
 
 class FakeFleet:
-    """Engines that hold one version; installing takes `seconds()`. They say nothing of their load unless `gauges` is
-    replaced."""
+    """Engines that hold one version; installing takes `seconds()` and is answered with `probed`. They say nothing of
+    their load unless `gauges` is replaced."""
 
     def __init__(self, seconds: Callable[[], float] = lambda: 0.0) -> None:
         self.version = 0
         self.installed: list[int] = []
         self.asleep = False
+        self.probed = Installed()
         self._seconds = seconds
 
     def gauges(self) -> Sequence[EngineGauges]:
@@ -45,11 +46,12 @@ class FakeFleet:
     def reading(self) -> Collection[int]:
         return ()
 
-    async def install(self, weights: WeightsRef) -> None:
+    async def install(self, weights: WeightsRef) -> Installed:
         await asyncio.sleep(self._seconds())
         self.asleep = False
         self.version = weights.version
         self.installed.append(weights.version)
+        return self.probed
 
     async def sleep(self) -> None:
         self.asleep = True

@@ -10,7 +10,7 @@ from typing import Any
 from prl.controller.fleet import WireFleet
 from prl.controller.hub import Connection
 from prl.errors import WeightsError, WireError
-from prl.messages import EngineSet, WeightsRef
+from prl.messages import EngineSet, Installed, WeightsRef
 from prl.testing.fake_engine import FakeEngine
 
 LIMIT_S = 30.0
@@ -93,7 +93,7 @@ class Scripted(FakeEngine):
         self.calls = 0
         self.at_once = 0
 
-    async def install(self, weights: WeightsRef) -> None:
+    async def install(self, weights: WeightsRef) -> Installed:
         self.calls += 1
         self.at_once += 1
         assert self.at_once == 1, "two installs at once"
@@ -101,7 +101,7 @@ class Scripted(FakeEngine):
             await asyncio.sleep(1.0)
             if self.script:
                 await self.script.pop(0)()
-            await super().install(weights)
+            return await super().install(weights)
         finally:
             self.at_once -= 1
 

@@ -11,7 +11,7 @@ import pytest
 from prl.controller import fleet as fleet_module
 from prl.errors import RunFailed, WeightsError
 from prl.loop.supervisor import Loop
-from prl.messages import WeightsRef
+from prl.messages import Installed, WeightsRef
 from prl.testing.clock import run
 from prl.testing.fake_engine import FakeEngine
 from prl.testing.fakes import FakeFleet, FakeRunner, FakeTrainer, fake_config, fake_state
@@ -31,6 +31,16 @@ def test_a_refusal_is_tried_once_more_and_a_second_one_is_an_error() -> None:
         assert engine.version == 0 and not any(twice.gateway.told), "nobody serves what was refused"
         await twice.fleet.install(ref(1))
         assert twice.gateway.told[-1] == [(0, 1)], "the engine is whole, and a later install works"
+
+    run(main())
+
+
+def test_the_worst_engine_answers_for_all_that_serve_the_version() -> None:
+    async def main() -> None:
+        world = World(FakeEngine(), FakeEngine(), Scripted(refuses, refuses))
+        for engine, found in zip(world.behind.values(), (0.001, 0.004, 0.1), strict=True):
+            engine.probed = Installed(100, found, 2 * found)
+        assert await world.fleet.install(ref(1)) == Installed(100, 0.004, 0.008), "the third serves nothing"
 
     run(main())
 
@@ -228,10 +238,10 @@ async def save(step: int, data: bytes) -> None:
 
 
 class HangingFleet(FakeFleet):
-    async def install(self, weights: WeightsRef) -> None:
+    async def install(self, weights: WeightsRef) -> Installed:
         if weights.version == 2:
             await asyncio.Event().wait()
-        await super().install(weights)
+        return await super().install(weights)
 
 
 def test_an_install_that_hangs_ends_the_run_within_its_deadline_and_releases_nothing() -> None:
@@ -254,10 +264,11 @@ def test_a_version_is_released_only_after_a_newer_one_is_installed() -> None:
     order: list[tuple[str, int]] = []
 
     class Slow(FakeFleet):
-        async def install(self, weights: WeightsRef) -> None:
+        async def install(self, weights: WeightsRef) -> Installed:
             await asyncio.sleep(70)
-            await super().install(weights)
+            found = await super().install(weights)
             order.append(("installed", weights.version))
+            return found
 
     class Releasing(FakeTrainer):
         async def release(self, versions: Any) -> None:

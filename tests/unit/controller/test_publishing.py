@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from prl.errors import RunFailed, WeightsError, WireError
 from prl.loop.supervisor import Loop
-from prl.messages import WeightsRef
+from prl.messages import Installed, WeightsRef
 from prl.testing.clock import run
 from prl.testing.fake_engine import FakeEngine
 from prl.testing.fakes import FakeRunner, FakeSink, FakeTrainer, fake_config, fake_state
@@ -38,7 +38,7 @@ class Busy(FakeEngine):
         super().__init__()
         self.world, self.replica, self.script, self.published = world, replica, script, published
 
-    async def install(self, weights: WeightsRef) -> None:
+    async def install(self, weights: WeightsRef) -> Installed:
         what, seconds = self.script.pop(0) if self.script else ("take", 0.5)
         await asyncio.sleep(seconds)
         assert weights.version in self.published, f"version {weights.version} was released while it was read"
@@ -51,7 +51,7 @@ class Busy(FakeEngine):
             await asyncio.Event().wait()
         if what in ("fail", "die"):
             raise WireError("the engine is gone")
-        await super().install(weights)
+        return await super().install(weights)
 
 
 class Restarting(World):

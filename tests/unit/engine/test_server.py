@@ -17,7 +17,7 @@ from prl.engine.client import WireEngineClient
 from prl.engine.server import EngineServer
 from prl.errors import EpisodeFailed, WeightsError, WireError
 from prl.faults import Fault
-from prl.messages import Generation, WeightsRef
+from prl.messages import Generation, Installed, WeightsRef
 from prl.protocols import Probe, ReceivedWeights
 from prl.wire import Server
 from prl_engine_embedded.backend import EmbeddedBackend
@@ -56,8 +56,8 @@ class World:
         scored = [Probe(ids, plain_score(module, ids)) for ids in sequences]
         self.shelf.versions[version] = ReceivedWeights(tensors, scored, tolerance)
 
-    async def install(self, version: int, incarnation: int = 0) -> None:
-        await self.client.install(WeightsRef(version, incarnation, "shelf"))
+    async def install(self, version: int, incarnation: int = 0) -> Installed:
+        return await self.client.install(WeightsRef(version, incarnation, "shelf"))
 
     async def scores(self) -> list[float]:
         return (await self.client.score([[1, 2, 3, 4, 5, 6]]))[0]
@@ -166,9 +166,10 @@ def test_what_is_installed_is_acknowledged_again_and_not_read_again(kit: Any) ->
 
     async def body(world: World) -> None:
         world.put(1, seed=1)
-        await world.install(1)
+        found = await world.install(1)
+        assert found.probe_tokens == 5 + 2 and found.probe_kl < 1e-9 and found.probe_difference < 1e-4
         (read,) = (world.shelf.versions.pop(1),)
-        await world.install(1)
+        assert await world.install(1) == found
         with pytest.raises(WeightsError):
             await world.install(2)
         with pytest.raises(WeightsError):

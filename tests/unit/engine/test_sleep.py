@@ -10,7 +10,7 @@ import pytest
 from prl.engine.client import WireEngineClient
 from prl.engine.server import EngineServer
 from prl.errors import WireError
-from prl.messages import WeightsRef
+from prl.messages import Installed, WeightsRef
 from prl.wire import Server
 
 
@@ -42,8 +42,9 @@ class Plain:
     async def resume(self) -> None:
         self.done.append("resume")
 
-    async def install(self, weights: WeightsRef) -> None:
+    async def install(self, weights: WeightsRef) -> Installed:
         self.done.append("install")
+        return Installed()
 
 
 class Sleeping(Plain):

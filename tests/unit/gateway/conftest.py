@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from prl.messages import EngineHealth, GenerateRequest, Generation, WeightsRef
+from prl.messages import EngineHealth, GenerateRequest, Generation, Installed, WeightsRef
 from prl_gateway.template import ChatTokenizer
 
 PLAIN = (
@@ -100,7 +100,8 @@ class ScriptedEngine:
 
     async def pause(self) -> None: ...
 
-    async def install(self, weights: WeightsRef) -> None: ...
+    async def install(self, weights: WeightsRef) -> Installed:
+        return Installed()
 
     async def resume(self) -> None: ...
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from prl.errors import WireError
 from prl.loop.episodes import stream
-from prl.messages import EngineAddress, EngineHealth, GenerateRequest, Generation, WeightsRef
+from prl.messages import EngineAddress, EngineHealth, GenerateRequest, Generation, Installed, WeightsRef
 from prl.testing import clock
 from prl.testing.fake_engine import FakeEngine
 from prl.types import Sampling
@@ -55,7 +55,8 @@ class Engine:
     async def health(self) -> EngineHealth:
         return EngineHealth(0, 0, False, self.load, 0.0)
 
-    async def install(self, weights: WeightsRef) -> None: ...
+    async def install(self, weights: WeightsRef) -> Installed:
+        return Installed()
 
     async def close(self) -> None: ...
 

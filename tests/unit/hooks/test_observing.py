@@ -58,8 +58,10 @@ def test_a_monitor_hears_of_the_run(sink: ObservedSink, tmp_path: Path) -> None:
     sink.metrics(1, {"reward/mean": 0.5})
     sink.metrics(1, {"eval/hello/reward": 0.25})
     sink.event("weights_installed", version=1, seconds=0.5, bytes=10)
+    sink.metrics(1, {"mismatch/probe_kl": 0.125})
     sink.finished("completed")
-    assert SEEN == [("start", "run"), (1, {"reward/mean": 0.5}), (1, {"eval/hello/reward": 0.25}), "completed"]
+    lines = [(1, {"reward/mean": 0.5}), (1, {"eval/hello/reward": 0.25}), (1, {"mismatch/probe_kl": 0.125})]
+    assert [("start", "run"), *lines, "completed"] == SEEN
 
 
 def test_one_that_raises_is_muted_and_the_run_goes_on(
@@ -83,6 +85,9 @@ def test_every_event_becomes_its_hook(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(sink, "_tell", lambda hook, **arguments: told.append((hook, arguments)))
     sink.started(4)
     sink.event("weights_installed", version=5, seconds=0.5, bytes=10)
+    monkeypatch.setattr(sink, "gauges", lambda: {"engine/serving": 1.0})
+    sink.metrics(5, {"mismatch/probe_kl": 0.125})
+    sink.metrics(6, {"mismatch/kl": 0.25})
     sink.event("checkpoint_saved", step=5)
     sink.event("stop_requested")
     for replica, leaving in ((1, False), (2, True)):  # the second was asked to go: that is no loss
@@ -92,6 +97,8 @@ def test_every_event_becomes_its_hook(tmp_path: Path, monkeypatch: pytest.Monkey
     assert told == [
         ("prl_run_started", {"resumed_from": 4}),
         ("prl_weights_published", {"version": 5, "seconds": 0.5, "num_bytes": 10}),
+        ("prl_probes_scored", {"step": 5, "metrics": {"mismatch/probe_kl": 0.125}}),
+        ("prl_step_finished", {"step": 6, "metrics": {"mismatch/kl": 0.25, "engine/serving": 1.0}}),
         ("prl_checkpoint_saved", {"step": 5, "path": run_dir.checkpoint(5)}),
         ("prl_role_lost", {"role": "engine", "replica": 1, "reason": "it did not answer"}),
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import cast
 
 import pytest
 
@@ -15,9 +16,9 @@ from prl.loop.mismatch import check_mismatch
 from prl.loop.score import Scorer, attach
 from prl.loop.state import LoopState
 from prl.loop.supervisor import Loop
-from prl.messages import EpisodeRequest, TrainReport, WeightsRef
+from prl.messages import EpisodeRequest, Installed, TrainReport, WeightsRef
 from prl.testing import clock
-from prl.testing.fakes import FakeFleet, FakeRunner, FakeTrainer, fake_config, fake_sample, fake_state
+from prl.testing.fakes import FakeFleet, FakeRunner, FakeSink, FakeTrainer, fake_config, fake_sample, fake_state
 from prl.types import Credit, Outcome, Reward, RolloutHeader, SampleHeader, Task
 
 
@@ -157,9 +158,10 @@ def test_a_synchronous_evaluation_has_the_engines_to_itself() -> None:
     config = config.model_copy(update={"eval": config.eval.model_copy(update={"tasks": 5, "every": 2})})
 
     class Telling(FakeFleet):
-        async def install(self, weights: WeightsRef) -> None:
-            await super().install(weights)
+        async def install(self, weights: WeightsRef) -> Installed:
+            found = await super().install(weights)
             state.signal.notify()  # as the engines' fleet does
+            return found
 
     fleet = Telling()
     state = fake_state(config, runner=Watching(fleet, seconds=lambda request: 3.0), fleet=fleet)
@@ -279,6 +281,38 @@ def test_the_limit_of_mismatch_is_the_precision_s_and_what_is_no_number_is_past_
     state = fake_state(config)
     check_mismatch(state, TrainReport(0, 1, 1, {"mismatch/kl": kl}, 0.0))
     assert (state.paused == "") is passes
+
+
+def test_what_engines_find_of_the_probes_is_a_line_of_the_step_that_made_the_version() -> None:
+    """Once a version, also where a later step is through by then. Not of the first, whose probes nobody sampled."""
+
+    class Scoring(FakeFleet):
+        async def install(self, weights: WeightsRef) -> Installed:
+            version = weights.version
+            self.probed = Installed(100, version / 1000, version / 10) if version else Installed(0, 0.0, 0.5)
+            return await super().install(weights)
+
+    async def main() -> LoopState:
+        fleet = Scoring(lambda: 5.0)
+        trainer = FakeTrainer(lambda: 2.0)
+        state = fake_state(fake_config(steps=12), runner=FakeRunner(fleet), trainer=trainer, fleet=fleet)
+        await Loop(state, no_save).run()
+        assert fleet.installed[0] == 0 and len(fleet.installed) < 13, "some are skipped"
+        return state
+
+    state = clock.run(main())
+    sink = cast(FakeSink, state.sink)
+    installed = [data for kind, data in sink.events if kind == "weights_installed"]
+    versions = [cast(int, data["version"]) for data in installed]
+    assert [data["probe_kl"] for data in installed] == [version / 1000 for version in versions]
+    assert installed[0]["probe_difference"] == 0.5
+    lines = [(step, values) for step, values in sink.lines if "mismatch/probe_kl" in values]
+    names = ("mismatch/probe_tokens", "mismatch/probe_kl", "mismatch/probe_difference")
+    assert lines == [
+        (version, dict(zip(names, (100, version / 1000, version / 10), strict=True))) for version in versions[1:]
+    ]
+    order = [(step, "mismatch/probe_kl" in values) for step, values in sink.lines]
+    assert all(order.index((version, False)) < order.index((version, True)) for version in versions[1:])
 
 
 def test_steps_with_few_tokens_of_their_own_version_are_judged_together() -> None:

@@ -98,6 +98,19 @@ def test_an_evaluation_that_is_done_again_is_dropped(run_dir: RunDir) -> None:
     assert metrics["eval/score"].to_pylist() == [None, 0.5, None]
 
 
+def test_what_was_measured_of_an_install_that_is_done_again_is_dropped(run_dir: RunDir) -> None:
+    """Whoever continues from a step installs its version, whether that had been installed or not."""
+    writer = StoreWriter(run_dir)
+    for step in (1, 2, 3):
+        writer.metrics(step, {"loss": 0.0, "mismatch/kl": 0.0})
+        writer.metrics(step, {"mismatch/probe_kl": 0.5, "mismatch/probe_tokens": 9})
+    writer.close()
+    rewind(run_dir, 2)
+    metrics = open_run(run_dir.path).metrics
+    assert metrics["step"].to_pylist() == [1, 1, 2]
+    assert metrics["mismatch/probe_kl"].to_pylist() == [None, 0.5, None]
+
+
 def test_torn_lines_are_cut_off_and_told(five_steps: RunDir) -> None:
     assert repair(five_steps) == []
     five_steps.metrics.write_bytes(five_steps.metrics.read_bytes()[:-5])

@@ -494,7 +494,7 @@ class LeakingLoad(FakeEngine):
 class HalfInstalled(FakeEngine):
     async def install(self, weights):
         self.version = weights.version
-        await super().install(weights)
+        return await super().install(weights)
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ def scores(model: Path, received: ReceivedWeights | None, trainer: Trainer) -> l
                 up = received.tensors[name.replace("lora_A", "lora_B")]
                 with torch.no_grad():
                     layer.weight += scale * up @ down
-    return plain_scores(module, trainer._probes)
+    return plain_scores(module, [probe.token_ids for probe in trainer._probes])
 
 
 def plain_scores(module: Any, sequences: list[list[int]]) -> list[float]:

@@ -217,7 +217,7 @@ def test_probes_are_what_a_fresh_model_says(trainer: Trainer, tmp_path: Path) ->
     received = receiver.receive(reference)
     out = export_hf(dict(received.tensors), trainer.config.model.path, tmp_path / "out")
     plain = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
-    assert len(received.probes) == 4 and received.tolerance == 1e-3
+    assert len(received.probes) == 8 and received.tolerance == 1e-3
     for probe in received.probes:
         tokens = torch.tensor(probe.token_ids)
         assert 1 < len(tokens) <= 32 and int(tokens.max()) < VOCAB

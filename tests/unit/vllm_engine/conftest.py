@@ -13,7 +13,7 @@ import torch
 
 from prl import faults
 from prl.errors import WeightsError
-from prl.messages import WeightsRef
+from prl.messages import Installed, WeightsRef
 from prl.protocols import Adapter, Probe, ReceivedWeights
 from prl_engine_vllm import reload as reloads
 from prl_engine_vllm import worker as workers
@@ -186,8 +186,8 @@ class World:
     def models(self) -> set[float]:
         return {worker.model for workers in self.engines for worker in workers}
 
-    async def install(self, weights: WeightsRef) -> None:
-        await self.installer.install(weights)
+    async def install(self, weights: WeightsRef) -> Installed:
+        return await self.installer.install(weights)
 
 
 @pytest.fixture

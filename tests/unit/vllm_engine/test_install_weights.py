@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import sys
 import threading
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 from prl import faults
 from prl.errors import WeightsError
 from prl.faults import Fault
+from prl.messages import Installed
 from prl_engine_vllm import probes
 from prl_engine_vllm.adapters import arguments
 from prl_engine_vllm.worker import Setup
@@ -46,6 +48,7 @@ def test_a_version_is_read_then_exchanged_then_verified_then_served(make_world: 
         info = world.installer.info()
         assert info["installs"] == 1 and 0 < info["swap_stall_s"] <= info["install_held_s"]
         assert world.installer.gauges()["swap_stall_s"] > 0 and world.installer.doing == ""
+        assert info["probes_differ"] == 0.0 and info["probe_kl"] == 0.0
 
     asyncio.run(main())
 
@@ -54,9 +57,9 @@ def test_the_version_held_is_not_installed_again_but_a_newer_incarnation_of_it_i
     async def main() -> None:
         world = make_world()
         ref = world.put(1)
-        await world.install(ref)
+        found = await world.install(ref)
         del world.gate.calls[:]
-        await world.install(ref)
+        assert await world.install(ref) == found
         assert world.gate.calls == []
         await world.install(msgspec.structs.replace(ref, incarnation=1))
         assert (world.installer.version, world.installer.incarnation) == (1, 1) and ("resume", 1, 1) in world.gate.calls
@@ -292,7 +295,9 @@ def test_an_engine_that_quantises_may_differ_more() -> None:
 def test_probes_of_a_quantised_engine_are_checked_with_that(make_world: Any) -> None:
     async def main() -> None:
         world = make_world(quantization="fp8")
-        await world.install(world.put(1, probes=1.2))
+        found = await world.install(world.put(1, probes=1.2))
+        assert (found.probe_tokens, found.probe_difference) == (3, pytest.approx(0.2))
+        assert found.probe_kl == pytest.approx(math.exp(-0.2) - 0.8), "the engine finds every token more probable"
         with pytest.raises(WeightsError, match=r"allowed is 0\.3"):
             await world.install(world.put(2, probes=2.4))
 
@@ -325,8 +330,9 @@ def vllm_lora(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_adapters_serve_without_a_pause_and_unused_ones_go(make_world: Any, tmp_path: Path) -> None:
     async def main() -> None:
         world = make_world(engines=2, workers=2)
-        await world.install(world.put_adapter(1))
+        found = await world.install(world.put_adapter(1))
         assert world.gate.calls == [("score", 0, 1), ("score", 1, 1), ("adapter", 1, 1)]
+        assert found == Installed(2 * 3, 0.0, 0.0), "three tokens on each of two ranks"
         folder = tmp_path / "adapters" / "1"
         described = json.loads((folder / "adapter_config.json").read_text())
         assert (described["r"], described["lora_alpha"], described["target_modules"]) == (8, 16.0, ["q_proj"])

@@ -18,7 +18,7 @@ from prl.messages import WeightsRef
 from prl.protocols import Adapter, ChannelPlugin, ChannelReceiver, ChannelSender, Probe
 
 Make = Callable[[], ChannelPlugin]
-PROBES = [Probe([3, 1, 2], [0.0, -0.25, -1.5]), Probe([7], [0.0])]
+PROBES = [Probe([3, 1, 2], [0.0, -0.25, -1.5], 2), Probe([7], [0.0])]
 
 
 def what_is_sent_arrives_bit_for_bit(make: Make) -> None:

@@ -13,12 +13,13 @@ from typing import Any
 
 from prl import faults
 from prl.engine.backend import Deliver, Key
+from prl.engine.probes import check
 from prl.errors import PrlError, WeightsError
-from prl.messages import GenerateRequest, WeightsRef
+from prl.messages import GenerateRequest, Installed, WeightsRef
 from prl.protocols import ChannelReceiver, ReceivedWeights
 from prl_engine_embedded.model import LoadedModel
 from prl_engine_embedded.scheduler import Scheduler
-from prl_engine_embedded.weights import Swap, check_probes
+from prl_engine_embedded.weights import Swap
 
 log = logging.getLogger(__name__)
 
@@ -88,14 +89,15 @@ class EmbeddedBackend:
 
     # --- weights --------------------------------------------------------------------------------------------
 
-    async def install(self, weights: WeightsRef) -> None:
+    async def install(self, weights: WeightsRef) -> Installed:
         """Read a version while generation goes on, then stop between two tokens, swap, verify, go on."""
         if self._receiver is None:
             raise WeightsError("this engine was started without a weight channel")
         faults.point("engine.announced")
         received = await asyncio.to_thread(self._receive, self._receiver, weights)
-        await asyncio.to_thread(self._swap, weights, received)
+        found = await asyncio.to_thread(self._swap, weights, received)
         faults.point("engine.acknowledged")
+        return found
 
     def _receive(self, receiver: ChannelReceiver, weights: WeightsRef) -> ReceivedWeights:
         try:
@@ -106,14 +108,14 @@ class EmbeddedBackend:
         except Exception as error:
             raise WeightsError(f"version {weights.version} cannot be read: {type(error).__name__}: {error}") from error
 
-    def _swap(self, weights: WeightsRef, received: ReceivedWeights) -> None:
+    def _swap(self, weights: WeightsRef, received: ReceivedWeights) -> Installed:
         with self.scheduler.hold(), self.model.lock, self._alone_on_the_device():
             swap = Swap(self.model.module)
             tensors = swap.fitted(received.tensors)
             try:
                 swap.apply(tensors)
                 faults.point("engine.install")
-                difference = check_probes(self.model, received.probes, received.tolerance)
+                found = self._compared(received)
                 faults.point("engine.verified")
             except Exception as error:
                 swap.rollback()
@@ -127,7 +129,18 @@ class EmbeddedBackend:
             self.version = self.scheduler.version = weights.version
             self.incarnation = weights.incarnation
             self.scheduler.weights_changed(self._recompute)
-        log.info("version %d installed, probes differ by %.2g", weights.version, difference)
+        log.info(
+            "version %d installed, probes differ by %.2g, KL %.2g over %d tokens",
+            weights.version, found.probe_difference, found.probe_kl, found.probe_tokens,
+        )  # fmt: skip
+        return found
+
+    def _compared(self, received: ReceivedWeights) -> Installed:
+        """Raises WeightsError where the probes do not agree."""
+        if not received.probes:
+            return Installed()
+        scored = self.model.score([probe.token_ids for probe in received.probes])
+        return check(received.probes, scored, received.tolerance)
 
     @contextmanager
     def _alone_on_the_device(self) -> Iterator[None]:

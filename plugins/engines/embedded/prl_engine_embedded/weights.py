@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from prl.errors import WeightsError
-from prl.protocols import Probe
-from prl_engine_embedded.model import LoadedModel
 
 
 class Swap:
@@ -92,29 +90,6 @@ class Swap:
 
     def commit(self) -> None:
         self._former.clear()
-
-
-def check_probes(model: LoadedModel, probes: Sequence[Probe], tolerance: float) -> float:
-    """Score the trainer's probes and return the mean absolute difference of log-probabilities (first tokens excluded).
-
-    Raises:
-        WeightsError: it is more than `tolerance`, or not a number.
-    """
-    if not probes:
-        return 0.0
-    scored = model.score([probe.token_ids for probe in probes])
-    total, count = 0.0, 0
-    for probe, logprobs in zip(probes, scored, strict=True):
-        for ours, theirs in zip(logprobs[1:], probe.logprobs[1:], strict=True):
-            total += abs(ours - theirs)
-            count += 1
-    difference = total / max(count, 1)
-    if not difference <= tolerance:  # also true for NaN
-        raise WeightsError(
-            f"the probes do not agree after installing: mean |difference| of log-probabilities {difference:.3g} over "
-            f"{count} tokens, allowed is {tolerance:g}. The former version stays installed"
-        )
-    return difference
 
 
 def _misfit(missing: list[str], unexpected: list[str], count: int) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from prl.engine.backend import Deliver, Key
-from prl.messages import GenerateRequest, WeightsRef
+from prl.messages import GenerateRequest, Installed, WeightsRef
 from prl_engine_vllm.generation import Generation
 
 
@@ -16,7 +16,7 @@ class Installs(Protocol):
     version: int
     incarnation: int
 
-    async def install(self, weights: WeightsRef) -> None: ...
+    async def install(self, weights: WeightsRef) -> Installed: ...
 
     def info(self) -> dict[str, Any]: ...
 
@@ -68,9 +68,9 @@ class VllmBackend:
         if self._pause_wanted:
             await self._generation.pause()
 
-    async def install(self, weights: WeightsRef) -> None:
+    async def install(self, weights: WeightsRef) -> Installed:
         try:
-            await self._installer.install(weights)
+            return await self._installer.install(weights)
         finally:
             if self._pause_wanted:  # the probes needed an engine that computes
                 await self._generation.pause()

@@ -29,7 +29,7 @@ import msgspec
 
 from prl import faults
 from prl.errors import WeightsError
-from prl.messages import WeightsRef
+from prl.messages import Installed, WeightsRef
 from prl.protocols import Probe
 from prl_engine_vllm import probes
 from prl_engine_vllm.adapters import Adapters
@@ -72,7 +72,8 @@ class Installer:
         self.state: State = "idle"
         self.swap_stall_s = 0.0
         self.held_s = 0.0
-        self.probes_differ = 0.0
+        self.said = Installed()
+        """How the version it holds reproduces the probes."""
         self.installs = 0
         self.last_error = ""
         self._llm = llm
@@ -89,19 +90,19 @@ class Installer:
         self._since = time.monotonic()
         self._count = 0
 
-    async def install(self, weights: WeightsRef) -> None:
+    async def install(self, weights: WeightsRef) -> Installed:
         """Returns when it is verified. One that is asked for meanwhile waits; the version held is not installed again.
 
         Raises:
             WeightsError: it could not be; the engine holds exactly one whole version, as `version` says.
         """
         # Once begun it is ended, whoever stops waiting for it: nobody else would let go what is held back.
-        await asyncio.shield(asyncio.ensure_future(self._install(weights)))
+        return await asyncio.shield(asyncio.ensure_future(self._install(weights)))
 
-    async def _install(self, weights: WeightsRef) -> None:
+    async def _install(self, weights: WeightsRef) -> Installed:
         async with self._lock:
             if self._held is not None and (weights.version, weights.incarnation) == (self.version, self.incarnation):
-                return
+                return self.said
             self._target = weights
             try:
                 read = await self._read(weights)
@@ -109,6 +110,7 @@ class Installer:
                 async with self._state("acknowledged"):
                     self.installs += 1
                     self.last_error = ""
+                return self.said
             except Exception as error:
                 self.last_error = str(error)
                 log.warning("version %d: %s; version %d is held", weights.version, error, self.version)
@@ -125,7 +127,8 @@ class Installer:
             "installs": self.installs,
             "swap_stall_s": round(self.swap_stall_s, 4),
             "install_held_s": round(self.held_s, 4),
-            "probes_differ": self.probes_differ,
+            "probes_differ": self.said.probe_difference,
+            "probe_kl": self.said.probe_kl,
         }
         if self._target is not None:
             found["installing"] = self.doing
@@ -142,7 +145,7 @@ class Installer:
         return f"installing version {self._target.version}: {self.state} for {spent:.1f} of {self._limit_s:g} s"
 
     def gauges(self) -> dict[str, float]:
-        return {"swap_stall_s": self.swap_stall_s, "probes_differ": self.probes_differ}
+        return {"swap_stall_s": self.swap_stall_s, "probes_differ": self.said.probe_difference}
 
     # --- reading, while generation goes on ------------------------------------------------------------------
 
@@ -162,7 +165,7 @@ class Installer:
         )  # fmt: skip
         return Read(
             token,
-            [Probe(list(ids), list(logprobs)) for ids, logprobs in described["probes"]],
+            [Probe(list(ids), list(logprobs), first) for ids, logprobs, first in described["probes"]],
             probes.allowed(tolerance, quantised=self._quantised),
         )
 
@@ -196,18 +199,19 @@ class Installer:
                 await self._gate.resume(weights.version, weights.incarnation)
             self.swap_stall_s = time.monotonic() - started
             async with self._state("verified"):
-                self.probes_differ = await probes.check(self._gate, read.probes, read.tolerance, ranks=self._ranks)
+                found = await probes.check(self._gate, read.probes, read.tolerance, ranks=self._ranks)
         except Exception as error:
             await self._put_back(error, generated=generated)
             raise
         await self._keep(read)
-        self._hold(weights, read)
+        self._hold(weights, read, found)
         self._gate.release()
         self.held_s = time.monotonic() - started
         log.info(
             "version %d installed: generation stood still for %.3f s, answers were held for %.3f s, probes differ by "
-            "%.2g (allowed is %.2g)",
-            weights.version, self.swap_stall_s, self.held_s, self.probes_differ, read.tolerance,
+            "%.2g (allowed is %.2g), KL %.2g over %d tokens",
+            weights.version, self.swap_stall_s, self.held_s, found.probe_difference, read.tolerance, found.probe_kl,
+            found.probe_tokens,
         )  # fmt: skip
 
     async def _put_back(self, why: Exception, *, generated: bool) -> None:
@@ -253,8 +257,8 @@ class Installer:
             self._end(f"the engine can be neither paused nor resumed: {said(error)}")
             raise
 
-    def _hold(self, weights: WeightsRef, read: Read) -> None:
-        self.version, self.incarnation, self._held = weights.version, weights.incarnation, read
+    def _hold(self, weights: WeightsRef, read: Read, found: Installed) -> None:
+        self.version, self.incarnation, self._held, self.said = weights.version, weights.incarnation, read, found
 
     # --- adapters: no exchange, another one beside those in use ---------------------------------------------
 
@@ -271,16 +275,17 @@ class Installer:
             lora = await adapters.load(folder, weights.version)
         try:
             async with self._state("verified"):
-                self.probes_differ = await probes.check(
-                    self._gate, read.probes, read.tolerance, ranks=self._ranks, lora=lora
-                )
+                found = await probes.check(self._gate, read.probes, read.tolerance, ranks=self._ranks, lora=lora)
         except Exception:
             await adapters.remove_unused(in_use())
             raise
         self._gate.serve_adapter(weights.version, weights.incarnation, lora)
-        self._hold(weights, read)
+        self._hold(weights, read, found)
         await adapters.remove_unused(in_use())
-        log.info("version %d serves as adapters, probes differ by %.2g", weights.version, self.probes_differ)
+        log.info(
+            "version %d serves as adapters, probes differ by %.2g, KL %.2g over %d tokens",
+            weights.version, found.probe_difference, found.probe_kl, found.probe_tokens,
+        )  # fmt: skip
 
     # --- states, deadlines, workers -------------------------------------------------------------------------
 

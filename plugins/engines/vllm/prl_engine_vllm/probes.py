@@ -10,7 +10,8 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from prl.errors import WeightsError
+from prl.engine import probes as compared
+from prl.messages import Installed
 from prl.protocols import Probe
 from prl_engine_vllm.gate import Gate
 
@@ -19,39 +20,23 @@ QUANTISED_FACTOR, QUANTISED_LEAST = 2.0, 0.3
 much. Sixteen bits alone are allowed 0.15 and more; eight are farther from the trainer without anything being wrong."""
 
 
-async def check(gate: Gate, probes: Sequence[Probe], tolerance: float, *, ranks: int = 1, lora: Any = None) -> float:
-    """Score the probes on every data-parallel rank; the largest mean |difference| of log-probabilities.
+async def check(
+    gate: Gate, probes: Sequence[Probe], tolerance: float, *, ranks: int = 1, lora: Any = None
+) -> Installed:
+    """Score the probes on every data-parallel rank, each of which has to agree.
 
     Raises:
-        WeightsError: it is more than `tolerance`, or not a number.
+        WeightsError: one does not: see `prl.engine.probes.check`.
     """
     if not probes:
-        return 0.0
+        return Installed()
     sequences = [probe.token_ids for probe in probes]
     each = range(ranks) if ranks > 1 else [None]
     scored = await asyncio.gather(*(gate.score(sequences, rank=rank, lora=lora) for rank in each))
-    worst = 0.0
-    for rank, found in enumerate(scored):
-        mean, count = difference(probes, found)
-        if not mean <= tolerance:  # also true for NaN
-            where = f" on data-parallel rank {rank}" if ranks > 1 else ""
-            raise WeightsError(
-                f"the probes do not agree after installing{where}: mean |difference| of log-probabilities {mean:.3g} "
-                f"over {count} tokens, allowed is {tolerance:g}. If the engine computes in a coarser precision than "
-                "the trainer, raise mismatch.probe_tolerance"
-            )
-        worst = max(worst, mean)
-    return worst
-
-
-def difference(probes: Sequence[Probe], scored: Sequence[Sequence[float]]) -> tuple[float, int]:
-    """Mean |difference| of log-probabilities and over how many tokens; a sequence's first one is not counted."""
-    total, count = 0.0, 0
-    for probe, logprobs in zip(probes, scored, strict=True):
-        for ours, theirs in zip(logprobs[1:], probe.logprobs[1:], strict=True):
-            total += abs(ours - theirs)
-            count += 1
-    return total / max(count, 1), count
+    places = [f" on data-parallel rank {rank}" if ranks > 1 else "" for rank in range(len(scored))]
+    return compared.pooled(
+        [compared.check(probes, found, tolerance, place) for found, place in zip(scored, places, strict=True)]
+    )
 
 
 def allowed(tolerance: float, *, quantised: bool) -> float:

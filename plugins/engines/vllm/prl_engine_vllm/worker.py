@@ -137,11 +137,11 @@ class Versions:
         received = reading.received
         if received is None:
             return {"error": "", "read": False}
-        probes = [[probe.token_ids, probe.logprobs] for probe in received.probes] if self._is_first() else []
+        told = received.probes if self._is_first() else []
         return {
             "error": "",
             "read": True,
-            "probes": probes,
+            "probes": [[probe.token_ids, probe.logprobs, probe.first] for probe in told],
             "tolerance": received.tolerance,
             "tensors": len(received.tensors),
             "seconds": reading.seconds,

@@ -9,6 +9,7 @@ assembly.py            from a configuration to a sharded model
 memory.py              how blocks are computed: compiled, recomputed, their activations on the host (activations.py)
 learner.py             a model, its loss and its optimiser: one step on packed rows
 corrections.py         what trainer and engine disagree about weighs less, or nothing
+probes.py              what engines must reproduce after installing a version
 rows.py                a packed row on its device
 metrics.py             sums over rows and ranks; the mismatch between trainer and engine
 ranks.py               several processes of one machine as one group
