@@ -66,7 +66,7 @@ def lines(run: RunDir, summary: dict[str, Any], more: Sequence[tuple[str, str]] 
             head += f", {output.number(steps - since)} of them in {time} since it was resumed"
         else:
             head += f" in {time}"
-    facts = _results(summary) + _work(summary) if trained else _evaluation(run)
+    facts = _results(summary) + _work(summary) + _mismatch(run) if trained else _evaluation(run)
     return [head, *aligned([*facts, ("directory", str(run.path)), *more])]
 
 
@@ -84,6 +84,18 @@ def _evaluation(run: RunDir) -> list[tuple[str, str]]:
         for name, value in record.items()
         if name.startswith("eval/") and name != "eval/score"
     ]
+
+
+def _mismatch(run: RunDir) -> list[tuple[str, str]]:
+    """How far apart trainer and engines were at most: in training, where tokens of the trainer's own version were, and
+    on the probes of every version that was installed."""
+    rows = list(JsonLines(run.metrics).new())
+    parts = []
+    for name, where in (("mismatch/kl", "in training (steps: {})"), ("mismatch/probe_kl", "on probes (versions: {})")):
+        found = [row[name] for row in rows if isinstance(row.get(name), int | float)]
+        if found:
+            parts.append(f"{max(found):.1e} {where.format(output.number(len(found)))}")
+    return [("mismatch", f"KL at most {', '.join(parts)}")] if parts else []
 
 
 def _results(summary: dict[str, Any]) -> list[tuple[str, str]]:

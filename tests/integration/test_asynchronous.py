@@ -38,6 +38,18 @@ def test_every_step_is_there_once(resumed: Run) -> None:
     assert sorted(resumed.dir.rollouts.glob("step_*.parquet"))[-1].stem == f"step_{STEPS:06d}"
 
 
+def test_every_version_that_was_installed_says_once_how_far_engine_and_trainer_are_apart(resumed: Run) -> None:
+    """Also where no token of a step was of the trainer's own version."""
+    events = resumed.events("weights_installed")
+    last = {event["version"]: event for event in events}
+    probed = [row for row in resumed.metrics() if "mismatch/probe_kl" in row]
+    steps = [row["step"] for row in probed]
+    assert steps == sorted(set(steps)) and steps[-1] == STEPS and len(steps) >= STEPS // (K + 2), "some are skipped"
+    assert set(steps) <= set(last)
+    assert all(row["mismatch/probe_tokens"] >= 8 and 0 <= row["mismatch/probe_kl"] < 1e-6 for row in probed)
+    assert all(row["mismatch/probe_kl"] == last[row["step"]]["probe_kl"] for row in probed)
+
+
 def test_the_ledger_adds_up_at_every_step_and_at_the_end(resumed: Run) -> None:
     for row in resumed.metrics():
         if "ledger/dispatched" in row:

@@ -121,6 +121,8 @@ def test_only_adapters_travel(run: Run) -> None:
 def test_engine_and_trainer_compute_the_same_under_every_version(run: Run) -> None:
     kls = [row["mismatch/kl"] for row in run.metrics() if "time/step" in row]
     assert len(kls) == STEPS and max(kls) < MOST_KL, kls
+    probed = {row["step"]: row["mismatch/probe_kl"] for row in run.metrics() if "mismatch/probe_kl" in row}
+    assert list(probed) == list(range(1, STEPS + 1)) and max(probed.values()) < MOST_KL, probed
 
 
 def test_the_first_version_is_the_base_model_and_later_ones_are_not(run: Run) -> None:

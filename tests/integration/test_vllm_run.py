@@ -65,11 +65,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trained(folder: Path, name: str, *more: str) -> list[dict[str, Any]]:
-    """Train for 30 steps. Returns the metrics of each."""
+    """Train for 30 steps. Returns the metrics of each, with what the engine found of its version's probes."""
     changes = settings(name=name, loop__steps=STEPS, trainer__decay_steps=STEPS, eval__tasks=0, loop__max_staleness=1)
     prl(folder, "run", str(EXAMPLES / "reverse_text" / "rl.toml"), *more, *changes)
     lines = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
-    rows = [row for row in map(json.loads, lines) if "time/step" in row]
+    found = list(map(json.loads, lines))
+    probed = {row["step"]: row for row in found if "mismatch/probe_kl" in row}
+    rows = [{**probed.get(row["step"], {}), **row} for row in found if "time/step" in row]
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     return rows
 
@@ -89,6 +91,9 @@ def test_the_reward_rises_as_with_the_embedded_engine(folder: Path) -> None:
     kls = [row["mismatch/kl"] for row in rows if "mismatch/kl" in row]
     assert len(kls) > 5, "hardly a step had tokens of the trainer's own version"
     assert max(kls) < MOST_KL
+    probes = {row["step"]: row["mismatch/probe_kl"] for row in rows if "mismatch/probe_kl" in row}
+    assert len(probes) >= STEPS // 2 and STEPS in probes, "with a staleness of 1 at most every second is skipped"
+    assert max(probes.values()) < MOST_KL
 
     stored = open_run(folder / "runs" / "vllm").rollouts().to_pylist()
     versions = [{v for v, was in zip(row["versions"], row["sampled"], strict=True) if was} for row in stored]

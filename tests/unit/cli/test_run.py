@@ -334,3 +334,14 @@ def test_a_supervised_summary_shows_where_the_held_out_loss_came_from(tmp_path: 
     }
     told = " ".join("\n".join(lines(RunDir(tmp_path), summary)).split())
     assert "loss 0.500 held-out 5.000 -> 0.750 left out 2 bad_row, 1 too_long" in told
+
+
+def test_the_mismatch_of_a_run_is_told_of_training_and_of_the_probes(first: RunDir) -> None:
+    rows: list[dict[str, Any]] = [{"step": 1, "mismatch/kl": 3e-4}, {"step": 1, "mismatch/probe_kl": 2e-4}]
+    rows += [{"step": 2, "reward/mean": 0.5}, {"step": 2, "mismatch/probe_kl": 5e-4, "mismatch/probe_tokens": 300}]
+    first.path.mkdir(parents=True, exist_ok=True)
+    first.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    told = lines(first, {"outcome": "completed", "steps": 2})
+    assert "  mismatch   KL at most 3.0e-04 in training (steps: 1), 5.0e-04 on probes (versions: 2)" in told
+    first.metrics.write_text('{"step": 1, "loss": 0.5}\n')
+    assert not [line for line in lines(first, {"outcome": "completed", "steps": 1}) if line.startswith("  mismatch")]

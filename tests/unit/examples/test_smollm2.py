@@ -70,6 +70,9 @@ def test_the_curve_is_a_table_of_windows(tmp_path: Path) -> None:
         row = {"step": step, "time": 10.0 + step, "time/step": 1.0, "time/publish": 0.1, "reward/mean": step / 10}
         row |= {"rollout/sampled_tokens": 20, "env/instruction_following/met/lowercase": 0.5}
         rows.append(row | ({"mismatch/kl": step * 1e-3} if step != 2 else {}))
+        if step != 3:  # skipped for a newer one
+            probe = {"mismatch/probe_kl": step * 2e-3, "mismatch/probe_tokens": 300, "mismatch/probe_difference": 0.1}
+            rows.append({"step": step, "time": 10.5 + step} | probe)
     rows += [{"step": 3, "time": 14.0, "eval/score": 0.5}, {"step": 5, "time": 16.0, "eval/score": 0.8}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     summary = {"engine_busy": 0.9, "trainer_busy": 0.4, "steps": 5, "seconds": 7.0, "tokens_generated": 1000}
@@ -77,11 +80,14 @@ def test_the_curve_is_a_table_of_windows(tmp_path: Path) -> None:
     (tmp_path / "summary.json").write_text(json.dumps(summary))
     steps, scores = curve.read(tmp_path)
     head, _, *found = curve.table(steps, scores, 2)
-    assert head == "| steps | seconds | reward | held out, greedy | tokens | lowercase | largest mismatch KL |"
+    names = "steps | seconds | reward | held out, greedy | tokens | lowercase | largest mismatch KL | of the probes"
+    assert head == f"| {names} |"
     assert found == [
-        "| 1-2 | 2 | 0.15 | 0.20 | 20 | 0.50 | 1.0e-03 |",
-        "| 3-4 | 4 | 0.35 | 0.50 | 20 | 0.50 | 4.0e-03 |",
-        "| 5-5 | 5 | 0.50 | 0.80 | 20 | 0.50 | 5.0e-03 |",
+        "| 1-2 | 2 | 0.15 | 0.20 | 20 | 0.50 | 1.0e-03 | 4.0e-03 |",
+        "| 3-4 | 4 | 0.35 | 0.50 | 20 | 0.50 | 4.0e-03 | 8.0e-03 |",
+        "| 5-5 | 5 | 0.50 | 0.80 | 20 | 0.50 | 5.0e-03 | 1.0e-02 |",
     ]
     told = "\n".join(curve.figures(tmp_path, steps))
-    assert "largest 5.0e-03" in told and "of 4 steps" in told and "1,000 tokens" in told
+    assert "mismatch KL: largest 5.0e-03" in told and "of 4 steps with" in told
+    assert "of the probes: largest 1.0e-02" in told and "of 4 steps whose version was installed" in told
+    assert "1,000 tokens" in told
