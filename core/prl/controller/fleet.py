@@ -38,7 +38,7 @@ EndEngine = Callable[[Connection, str], None]
 class Engine:
     """One registered engine. `holds` is the version it serves with, None before it has caught up; `reading` the one
     that is being installed; `said` what it answered to the last one that it installed; `late` says that it has one, and
-    that there was a newer one by then; `asleep` that the memory of its GPU is free. `task` brings it to the newest
+    that there was a newer one by then; `asleep` that it was told to free the memory of its GPU. `task` brings it to the newest
     version, and returns why that was not possible."""
 
     connection: Connection
@@ -160,9 +160,9 @@ class WireFleet:
         await asyncio.gather(*(self._lull(engine) for engine in list(self.engines.values())))
 
     async def _lull(self, engine: Engine) -> None:
+        engine.asleep = True  # from now on: an install that comes before the answer must wake it
         try:
             await cast(SleepingEngineClient, engine.client).sleep()
-            engine.asleep = True
         except PrlError as error:
             self._give_up(engine, WireError(f"{engine.connection.label} cannot free its GPU's memory: {error}"))
 

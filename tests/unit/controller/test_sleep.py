@@ -12,7 +12,7 @@ from prl.config.checks import check
 from prl.config.schema import RunConfig
 from prl.errors import WireError
 from prl.loop.supervisor import Loop
-from prl.messages import EpisodeRequest, TrainBatch, TrainReport
+from prl.messages import EpisodeRequest, Installed, TrainBatch, TrainReport, WeightsRef
 from prl.testing.clock import run
 from prl.testing.fake_engine import FakeEngine
 from prl.testing.fakes import FakeRunner, FakeTrainer, fake_config, fake_state
@@ -76,6 +76,41 @@ def test_an_engine_that_joins_meanwhile_sleeps_at_once_and_catches_up_with_the_o
         assert late.asleep and late.installed == [], "it would take the memory that the trainer uses"
         await world.fleet.install(ref(2))
         assert not late.asleep and late.installed == [2] and world.gateway.told[-1] == [(0, 2), (1, 2)]
+
+    run(main())
+
+
+def test_an_engine_that_is_still_falling_asleep_is_woken_before_it_installs() -> None:
+    class Slow(Scripted):
+        """As a server has it: one after the other, in the order in which they are asked for."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.lock = asyncio.Lock()
+
+        async def sleep(self) -> None:
+            async with self.lock:
+                await asyncio.sleep(5)
+                await super().sleep()
+
+        async def wake(self) -> None:
+            async with self.lock:
+                await super().wake()
+
+        async def install(self, weights: WeightsRef) -> Installed:
+            async with self.lock:
+                assert not self.asleep, "there is no memory to install into"
+                return await super().install(weights)
+
+    async def main() -> None:
+        world = World(Scripted())
+        await world.fleet.install(ref(1))
+        await world.fleet.sleep()
+        late = Slow()
+        world.join(1, late)
+        await asyncio.sleep(1)
+        await world.fleet.install(ref(2))
+        assert not late.asleep and late.installed == [2] and not world.ended
 
     run(main())
 
