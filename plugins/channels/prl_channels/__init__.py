@@ -6,6 +6,7 @@ manifest        what both halves agree on: written last, read first
 shelf           the directory of versions, one manifest each
 layout          tensors one after another in parts
 checksum        of bytes on a device
+patience        looking again at what a network file system shows late
 encoding/       full and delta
 transports/     filesystem, shm, cuda_ipc, nccl
 sender          the trainer's half

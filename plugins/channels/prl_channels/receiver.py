@@ -24,9 +24,9 @@ from prl_channels import manifest as manifests
 from prl_channels.config import ChannelConfig
 from prl_channels.encoding.decode import OtherBaseError, decode
 from prl_channels.manifest import Base, Manifest
+from prl_channels.patience import NotYetError, patiently
 from prl_channels.shelf import BASE, MANIFEST
 from prl_channels.transports.base import Inlet
-from prl_channels.transports.host import NotYetError, patiently
 
 
 @dataclass

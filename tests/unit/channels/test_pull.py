@@ -22,7 +22,6 @@ from prl_channels.config import NcclConfig
 from prl_channels.receiver import Receiver
 from prl_channels.sender import Sender
 from prl_channels.transports import pull
-from prl_channels.transports.nccl import PullInlet, PullOutlet
 
 from .peer import version_of
 
@@ -74,14 +73,14 @@ class Ends:
         settings = {"encoding": encoding, "timeout_s": timeout_s, "visibility_s": 0.05, "shard_bytes": 30_000}
         self.config = NcclConfig.model_validate(settings)
         self.carriers = TcpCarriers()
-        self.outlet = PullOutlet("pull", self.config, self.carriers, CPU)
+        self.outlet = pull.PullOutlet("pull", self.config, self.carriers, CPU)
         self.sender = Sender(directory, self.config, self.outlet)
 
     def send(self, number: int) -> WeightsRef:
         return self.sender.send(number, 0, version_of(number).items(), [], 0.0)
 
     def receiver(self, broken: bool = False) -> Receiver:
-        return Receiver(self.config, PullInlet(self.config, TcpCarriers(broken), CPU))
+        return Receiver(self.config, pull.PullInlet(self.config, TcpCarriers(broken), CPU))
 
 
 @pytest.fixture(params=["full", "delta"])

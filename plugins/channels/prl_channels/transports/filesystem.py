@@ -23,7 +23,8 @@ from prl_channels.config import FilesystemConfig
 from prl_channels.encoding.full import Encoded
 from prl_channels.layout import TAGS, Gathered
 from prl_channels.manifest import Manifest, Segment
-from prl_channels.transports.host import NotYetError, get_all, mapped, write_pieces
+from prl_channels.patience import NotYetError
+from prl_channels.transports.host import get_all, mapped, write_pieces
 
 ALIGNMENT = 64
 """Of the first tensor."""

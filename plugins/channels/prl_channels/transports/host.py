@@ -5,43 +5,14 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from prl.errors import WeightsError
 from prl_channels.manifest import Manifest, Segment
-
-T = TypeVar("T")
-
-FIRST_RETRY_S = 0.02
-"""Pause before the first second look; it doubles each time."""
-
-
-class NotYetError(Exception):
-    """Not what was announced, which a network file system may still put right."""
-
-
-def patiently(look: Callable[[], T], deadline: float) -> T:
-    """What `look` returns once it does not raise `NotYetError` any more.
-
-    Raises:
-        WeightsError: the deadline has passed, with the text of the last `NotYetError`.
-    """
-    pause = FIRST_RETRY_S
-    while True:
-        try:
-            return look()
-        except NotYetError as error:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise WeightsError(str(error)) from error
-        time.sleep(min(pause, left))
-        pause *= 2
+from prl_channels.patience import NotYetError, patiently
 
 
 def write_pieces(descriptor: int, header: bytes, pieces: Sequence[Tensor]) -> tuple[int, str]:

@@ -13,16 +13,12 @@ import socket
 import time
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from prl.errors import EnvironmentNotFit, WeightsError
-from prl_channels.checksum import checksum
 from prl_channels.config import NcclConfig
-from prl_channels.encoding.full import Encoded
-from prl_channels.manifest import Manifest, Segment
 from prl_channels.transports import pull
 from prl_channels.transports.cuda import loaded_library
 
@@ -144,74 +140,14 @@ class NcclCarriers:
         return NcclCarrier(communicator.value, rank, self._device)
 
 
-class PullOutlet:
-    """Keeps segments where the carrier takes them from; serves those who pull."""
-
-    def __init__(self, name: str, config: NcclConfig, carriers: pull.Carriers, device: torch.device) -> None:
-        self.name = name
-        self.device: torch.device | None = device
-        self._held: dict[str, Tensor] = {}
-        self._count = 0
-        self._server = pull.Server(config.host, carriers, self._held, config.timeout_s)
-
-    def origin(self) -> dict[str, str]:
-        return {"address": self._server.address, "nonce": self._server.nonce}
-
-    def put(self, draft: Path, index: int, encoded: Encoded) -> Segment:
-        content = torch.cat(list(encoded.pieces)) if len(encoded.pieces) != 1 else encoded.pieces[0].clone()
-        self._count += 1
-        segment = Segment(f"{self.name}:{self._count}", content.numel(), checksum(content))
-        self._held[segment.place] = content
-        return segment
-
-    def settle(self) -> None:
-        if self.device is not None and self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    def drop(self, segments: Sequence[Segment]) -> None:
-        for segment in segments:
-            self._held.pop(segment.place, None)
-
-    def close(self) -> None:
-        self._server.close()
-        self._held.clear()
-
-
-class PullInlet:
-    def __init__(self, config: NcclConfig, carriers: pull.Carriers, device: torch.device) -> None:
-        self._device = device
-        self._puller = pull.Puller(carriers, config.timeout_s)
-
-    def get(self, directory: Path, manifest: Manifest, deadline: float) -> Sequence[Tensor | None]:
-        segments = [part.segment for part in manifest.parts if part.segment is not None]
-        if not segments:
-            return [None] * len(manifest.parts)
-
-        def room() -> Sequence[Tensor]:
-            return [torch.empty(segment.bytes, dtype=torch.uint8, device=self._device) for segment in segments]
-
-        origin = manifest.origin
-        places = [segment.place for segment in segments]
-        pulled = self._puller.pull(origin.get("address", ""), origin.get("nonce", ""), places, room)
-        for segment, content in zip(segments, pulled, strict=True):
-            found = checksum(content)
-            if found != segment.checksum:
-                raise WeightsError(
-                    f"version {manifest.version}: what came over {manifest.transport} is not what was sent: its "
-                    f"checksum is {found}, the manifest says {segment.checksum}"
-                )
-        contents = iter(pulled)
-        return [None if part.segment is None else next(contents) for part in manifest.parts]
-
-
-class NcclOutlet(PullOutlet):
+class NcclOutlet(pull.PullOutlet):
     def __init__(self, config: NcclConfig) -> None:
         library()
         device = torch.device("cuda", torch.cuda.current_device())
         super().__init__("nccl", config, NcclCarriers(device), device)
 
 
-class NcclInlet(PullInlet):
+class NcclInlet(pull.PullInlet):
     def __init__(self, config: NcclConfig) -> None:
         library()
         device = torch.device("cuda", torch.cuda.current_device())

@@ -21,13 +21,19 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 import msgspec
+import torch
 from torch import Tensor
 
 from prl import faults
 from prl.errors import WeightsError
+from prl_channels.checksum import checksum
+from prl_channels.config import NcclConfig
+from prl_channels.encoding.full import Encoded
+from prl_channels.manifest import Manifest, Segment
 
 log = logging.getLogger(__name__)
 
@@ -189,6 +195,68 @@ class Puller:
         tensors = room()
         self._carrier.receive(tensors, deadline)
         return tensors
+
+
+class PullOutlet:
+    """The transport `name`: keeps segments on `device`, where carriers take them from, and serves those who pull."""
+
+    def __init__(self, name: str, config: NcclConfig, carriers: Carriers, device: torch.device) -> None:
+        self.name = name
+        self.device: torch.device | None = device
+        self._held: dict[str, Tensor] = {}
+        self._count = 0
+        self._server = Server(config.host, carriers, self._held, config.timeout_s)
+
+    def origin(self) -> dict[str, str]:
+        return {"address": self._server.address, "nonce": self._server.nonce}
+
+    def put(self, draft: Path, index: int, encoded: Encoded) -> Segment:
+        content = torch.cat(list(encoded.pieces)) if len(encoded.pieces) != 1 else encoded.pieces[0].clone()
+        self._count += 1
+        segment = Segment(f"{self.name}:{self._count}", content.numel(), checksum(content))
+        self._held[segment.place] = content
+        return segment
+
+    def settle(self) -> None:
+        if self.device is not None and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def drop(self, segments: Sequence[Segment]) -> None:
+        for segment in segments:
+            self._held.pop(segment.place, None)
+
+    def close(self) -> None:
+        self._server.close()
+        self._held.clear()
+
+
+class PullInlet:
+    """`device` is where the bytes are to be."""
+
+    def __init__(self, config: NcclConfig, carriers: Carriers, device: torch.device) -> None:
+        self._device = device
+        self._puller = Puller(carriers, config.timeout_s)
+
+    def get(self, directory: Path, manifest: Manifest, deadline: float) -> Sequence[Tensor | None]:
+        segments = [part.segment for part in manifest.parts if part.segment is not None]
+        if not segments:
+            return [None] * len(manifest.parts)
+
+        def room() -> Sequence[Tensor]:
+            return [torch.empty(segment.bytes, dtype=torch.uint8, device=self._device) for segment in segments]
+
+        origin = manifest.origin
+        places = [segment.place for segment in segments]
+        pulled = self._puller.pull(origin.get("address", ""), origin.get("nonce", ""), places, room)
+        for segment, content in zip(segments, pulled, strict=True):
+            found = checksum(content)
+            if found != segment.checksum:
+                raise WeightsError(
+                    f"version {manifest.version}: what came over {manifest.transport} is not what was sent: its "
+                    f"checksum is {found}, the manifest says {segment.checksum}"
+                )
+        contents = iter(pulled)
+        return [None if part.segment is None else next(contents) for part in manifest.parts]
 
 
 def send_message(connection: socket.socket, message: msgspec.Struct) -> None:
