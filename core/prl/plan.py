@@ -8,9 +8,14 @@ import msgspec
 
 CONTROLLER = "controller"
 """The role that decides: a launcher asks it first to stop, and reports to it."""
+ENGINE = "engine"
+"""The inference servers."""
+TRAINER = "trainer"
+"""The process group that trains; the plan starts it as one replica."""
 
 Restart = Literal["never", "on_failure"]
 Purpose = Literal["main", "service"]
+GpuNeed = Literal["optional", "required", "apart"]
 
 SAFE_VARIABLES = frozenset(
     {
@@ -87,9 +92,18 @@ class Role(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
+    """
+    Args:
+        gpus: what trainer and engines need, since weights go from one to the other. "required": each process has a GPU,
+            which both may share; "apart": no engine has one of the trainer's. A launcher refuses what it cannot give.
+        gpus_for: the key that asks for it.
+    """
+
     run_id: str
     run_dir: str
     roles: tuple[Role, ...]
+    gpus: GpuNeed = "optional"
+    gpus_for: str = ""
 
     def role(self, name: str) -> Role:
         return next(role for role in self.roles if role.name == name)

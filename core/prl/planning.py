@@ -11,8 +11,6 @@ from prl.errors import PluginError
 from prl.plan import CONTROLLER, Plan, Role
 from prl.rundir import RunDir
 
-ENGINE = "engine"
-"""The role's name of the inference servers."""
 ENV_PREFIX = "env-"
 """How the role's name of any environment's workers begins."""
 
@@ -24,6 +22,7 @@ def env_role(label: str) -> str:
 
 def build_plan(config: RunConfig | SftConfig, run_dir: RunDir) -> Plan:
     """The roles of a run, in the order in which they are started: the slow ones first. A supervised run is its trainer.
+    A channel's schema may say, as `gpus`, whether it goes from GPU to GPU.
 
     Raises:
         PluginError: the engine's or the trainer's plugin is missing, or gave no `Role`.
@@ -31,7 +30,7 @@ def build_plan(config: RunConfig | SftConfig, run_dir: RunDir) -> Plan:
     trainer = _plugin_role(config.trainer, config)
     if isinstance(config, SftConfig):
         return _plan(run_dir, msgspec.structs.replace(trainer, purpose="main"))
-    return _plan(
+    plan = _plan(
         run_dir,
         Role(CONTROLLER, _python("prl.controller", "{run_dir}"), purpose="main"),
         msgspec.structs.replace(_plugin_role(config.engine, config), elastic=True),
@@ -47,6 +46,8 @@ def build_plan(config: RunConfig | SftConfig, run_dir: RunDir) -> Plan:
             for env in config.envs
         ),
     )
+    need = getattr(config.channel.plugin_config(), "gpus", "optional")
+    return msgspec.structs.replace(plan, gpus=need, gpus_for=f'channel.use = "{config.channel.use}"')
 
 
 def build_serving_plan(config: RunConfig, run_dir: RunDir) -> Plan:

@@ -199,6 +199,20 @@ def _sleep_disturbs_nobody(config: RunConfig) -> Iterator[Problem]:
         yield Problem("engine.sleep", f"is true, but {config.engine.use} cannot free its memory while it runs")
 
 
+def _channel_joins_gpus(config: RunConfig) -> Iterator[Problem]:
+    """A channel's schema may say, as `gpus`, that it goes from GPU to GPU, and the schemas of trainer and engine, as
+    `device`, that they use none. Whether this machine has GPUs is the launcher's to say."""
+    if getattr(config.channel.plugin_config(), "gpus", "optional") == "optional":
+        return
+    for side, table in (("trainer", config.trainer), ("engine", config.engine)):
+        if getattr(table.plugin_config(), "device", "") == "cpu":
+            yield Problem(
+                "channel.use",
+                f'is "{config.channel.use}", which carries weights from GPU to GPU, and {side}.device is '
+                '"cpu": use channel "shm" or "filesystem"',
+            )
+
+
 def _exact_repetition(config: RunConfig) -> Iterator[Problem]:
     """An engine's schema may say, as `repeatable`, whether its results depend on what is computed beside them."""
     if config.loop.max_staleness == 0 and not getattr(config.engine.plugin_config(), "repeatable", True):
@@ -251,6 +265,7 @@ _RUN_RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _enough_samples_for_every_rank,
     _concurrency_lets_a_group_run,
     _sleep_disturbs_nobody,
+    _channel_joins_gpus,
     _exact_repetition,
     _evaluation_happens,
 )

@@ -18,7 +18,7 @@ from prl.controller.hub import Connection, Hub
 from prl.engine.probes import worst
 from prl.errors import PrlError, RunFailed, WeightsError, WireError
 from prl.messages import SET_ENGINES, EngineAddress, EngineGauges, EngineHealth, EngineSet, Installed, WeightsRef
-from prl.planning import ENGINE
+from prl.plan import ENGINE
 from prl.protocols import EngineClient, EnginePlugin, SleepingEngineClient
 
 log = logging.getLogger(__name__)

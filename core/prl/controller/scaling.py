@@ -18,7 +18,7 @@ from prl.errors import PrlError, WireError
 from prl.launching import LAUNCHER, SCALE, LauncherHello, RoleExited, Scaled, ScaleRole
 from prl.loop.state import Sink
 from prl.messages import NOTHING, ControlReply, Nothing
-from prl.planning import ENGINE
+from prl.plan import ENGINE
 from prl.wire import Handlers, Peer
 
 log = logging.getLogger(__name__)

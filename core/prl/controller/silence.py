@@ -15,7 +15,8 @@ import time
 from typing import Protocol
 
 from prl.controller.hub import Connection, Hub
-from prl.planning import ENGINE, ENV_PREFIX
+from prl.plan import ENGINE
+from prl.planning import ENV_PREFIX
 
 log = logging.getLogger(__name__)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from prl.contribution import PluginConfig
+from prl.plan import GpuNeed
 
 
 class ChannelConfig(PluginConfig):
@@ -48,9 +49,13 @@ class CudaIpcConfig(ChannelConfig):
     """Weights stay on the trainer's GPU. That takes their size there for every version that is not yet released, two at
     most times."""
 
+    gpus: ClassVar[GpuNeed] = "required"
+
 
 class NcclConfig(ChannelConfig):
     """Weights stay on the trainer's GPU until their release; engines pull them."""
+
+    gpus: ClassVar[GpuNeed] = "apart"
 
     host: str = "127.0.0.1"
     """Where the trainer listens for engines; with engines on other hosts an address that they reach it by."""

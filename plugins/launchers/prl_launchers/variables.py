@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from prl.errors import EnvironmentNotFit
-from prl.plan import SAFE_VARIABLES, Plan, Role
+from prl.plan import ENGINE, SAFE_VARIABLES, TRAINER, Plan, Role
 
 THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
@@ -47,7 +47,7 @@ def assign_gpus(plan: Plan, available: Sequence[str]) -> dict[tuple[str, int], l
     robin: on a machine with one GPU, engine and trainer both use it. Without any, every role is left on the CPU.
 
     Raises:
-        EnvironmentNotFit: one replica alone would use more than there are.
+        EnvironmentNotFit: one replica alone would use more than there are, or too few for what the plan needs.
     """
     assigned: dict[tuple[str, int], list[str] | None] = {}
     position = 0
@@ -64,7 +64,25 @@ def assign_gpus(plan: Plan, available: Sequence[str]) -> dict[tuple[str, int], l
                 continue
             assigned[role.name, replica] = [available[(position + i) % len(available)] for i in range(wanted)]
             position += wanted
+    if plan.gpus != "optional":
+        _refuse_without_gpus(plan, assigned)
     return assigned
+
+
+def _refuse_without_gpus(plan: Plan, assigned: Mapping[tuple[str, int], Sequence[str] | None]) -> None:
+    sides = {name: {key: gpus for key, gpus in assigned.items() if key[0] == name} for name in (ENGINE, TRAINER)}
+    lacking = [f"{role}-{replica}" for side in sides.values() for (role, replica), gpus in side.items() if not gpus]
+    if lacking:
+        raise EnvironmentNotFit(
+            f"{plan.gpus_for} carries weights from GPU to GPU, and there is none for {' and '.join(lacking)}: use "
+            'channel "shm" or "filesystem", or a machine with an NVIDIA GPU'
+        )
+    owned, taken = ({gpu for gpus in side.values() for gpu in gpus or ()} for side in sides.values())
+    if plan.gpus == "apart" and owned & taken:
+        raise EnvironmentNotFit(
+            f"{plan.gpus_for} needs GPUs of the engines' own, and GPU {', '.join(sorted(owned & taken))} would be the "
+            'trainer\'s too: use channel "cuda_ipc", fewer engines or trainer processes, or a machine with more GPUs'
+        )
 
 
 def shared_gpus(assigned: Mapping[tuple[str, int], Sequence[str] | None]) -> list[str]:

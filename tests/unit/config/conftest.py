@@ -13,6 +13,7 @@ from pydantic import Field
 from prl import registry
 from prl.config.tables import Table
 from prl.contribution import Contribution, PluginConfig
+from prl.plan import GpuNeed
 
 
 class Env(PluginConfig):
@@ -43,6 +44,14 @@ class Trainer(PluginConfig):
     kernels: Literal["auto"] | Adapters = "auto"
 
 
+class OnGpu(PluginConfig):
+    device: str = "auto"
+
+
+class BetweenGpus(PluginConfig):
+    gpus: ClassVar[GpuNeed] = "required"
+
+
 class Algorithm(PluginConfig):
     min_members: ClassVar[int] = 2
 
@@ -55,6 +64,9 @@ PLUGINS = {
     ("losses", "ce"): Contribution("builtins:id"),
     ("trainers", "fsdp"): Contribution("builtins:id", Trainer),
     ("channels", "filesystem"): Contribution("builtins:id"),
+    ("engines", "on_gpu"): Contribution("builtins:id", OnGpu),
+    ("trainers", "on_gpu"): Contribution("builtins:id", OnGpu),
+    ("channels", "between"): Contribution("builtins:id", BetweenGpus),
     ("launchers", "local"): Contribution("builtins:id"),
 }
 

@@ -175,6 +175,14 @@ def test_rules_across_tables(write: Write) -> None:
     assert "warning: engine: with these settings embedded samples otherwise" in loaded.warnings[0]
 
 
+@pytest.mark.parametrize("side", ["trainer", "engine"])
+def test_a_channel_between_gpus_needs_gpus(write: Write, side: str) -> None:
+    text = GOOD + f'[channel]\nuse = "between"\n[{side}]\nuse = "on_gpu"\ndevice = "cpu"\n'
+    with pytest.raises(ConfigError, match=rf'"between", which carries .* GPU to GPU, and {side}.device is "cpu"'):
+        load_config([write(text)])
+    load_config([write(text.replace("between", "filesystem"))])
+
+
 def test_a_hook_may_refuse(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     from prl import hooks
 

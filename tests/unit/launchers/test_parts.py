@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,6 +60,37 @@ def test_visible_gpus(tmp_path: Path) -> None:
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "2, GPU-ab"}, tmp_path) == ["2", "GPU-ab"]
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == []
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}, tmp_path) == []
+
+
+ENGINES = Role("engine", (), replicas=2, resources=Resources(gpus=1))
+TRAINER = Role("trainer", (), resources=Resources(gpus=1))
+
+
+@pytest.mark.parametrize(
+    ("need", "available", "lacks"),
+    [
+        ("required", "", "none for engine-0 and engine-1 and trainer-0: use channel"),
+        ("required", "0", ""),
+        ("apart", "", "none for engine-0"),
+        ("apart", "0", "GPU 0 would be the trainer's too"),
+        ("apart", "01", "GPU 0 would be the trainer's too"),
+        ("apart", "012", ""),
+        ("optional", "", ""),
+    ],
+)
+def test_weights_that_go_from_gpu_to_gpu_need_them(need: Any, available: str, lacks: str) -> None:
+    plan = Plan("r", "/r", (ENGINES, TRAINER), need, 'channel.use = "x"')
+    if lacks:
+        with pytest.raises(EnvironmentNotFit, match=lacks):
+            assign_gpus(plan, list(available))
+    else:
+        assign_gpus(plan, list(available))
+
+
+def test_one_side_alone_may_lack_a_gpu() -> None:
+    plan = Plan("r", "/r", (Role("engine", ()), TRAINER), "required", 'channel.use = "x"')
+    with pytest.raises(EnvironmentNotFit, match="none for engine-0: use"):
+        assign_gpus(plan, ["0"])
 
 
 def log_with(tmp_path: Path, *lines: str) -> Path:

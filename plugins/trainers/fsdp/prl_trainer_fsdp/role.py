@@ -8,7 +8,7 @@ from pathlib import Path
 
 from prl.config.bench import BenchConfig
 from prl.config.schema import ModelTable, RunConfig, SftConfig
-from prl.plan import Resources, Role
+from prl.plan import TRAINER, Resources, Role
 from prl.rundir import RunDir
 from prl_trainer_fsdp.config import FsdpConfig
 
@@ -27,7 +27,7 @@ class FsdpPlugin:
         module = "prl_trainer_fsdp.sft" if isinstance(config, SftConfig) else "prl_trainer_fsdp"
         gpus = 0 if self.config.device == "cpu" else config.trainer.processes
         return Role(
-            "trainer",
+            TRAINER,
             command(config.trainer.processes, module, "{run_dir}"),
             resources=Resources(gpus=gpus, threads=config.trainer.threads),
         )
