@@ -210,6 +210,8 @@ def test_vllm_is_asked_once_and_what_it_refuses_is_a_configuration_error(
     (tmp_path / "model/config.json").write_text('{"other": 1}')
     load_config([path], quiet, start=True)
     assert len(asked) == 4, "another model"
+    load_config([path], [*quiet, "engine.sleep=true", "loop.max_staleness=0"], start=True)
+    assert len(asked) == 5, "a key of ours that becomes an argument of vLLM"
 
 
 def test_a_process_that_cannot_be_asked_says_why(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import msgspec
 from prl import foreign
 from prl.errors import EnvironmentNotFit
 from prl_engine_vllm import interpreter
+from prl_engine_vllm.arguments import complete
 from prl_engine_vllm.check import Report
 from prl_engine_vllm.config import VllmConfig
 from prl_engine_vllm.engine import distributions
@@ -34,7 +35,8 @@ def problems(config: RunConfig, own: VllmConfig) -> Iterator[tuple[str, str]]:
     """(dotted key, message) of everything that vLLM would not start with.
 
     Raises:
-        EnvironmentNotFit: there is no vLLM, or it cannot be asked.
+        ConfigError: the adapters that are trained are larger than vLLM takes. EnvironmentNotFit: there is no vLLM, or
+            it cannot be asked.
     """
     found = asked(config, own)
     yield from found.problems
@@ -50,7 +52,7 @@ def problems(config: RunConfig, own: VllmConfig) -> Iterator[tuple[str, str]]:
 def asked(config: RunConfig, own: VllmConfig) -> Report:
     """vLLM's answer, or the remembered one."""
     python, version = interpreter.require(own)
-    kept = interpreter.cache() / "vllm-checks" / f"{_digest(config, python, version)}.json"
+    kept = interpreter.cache() / "vllm-checks" / f"{_digest(config, own, python, version)}.json"
     try:
         return msgspec.json.decode(kept.read_bytes(), type=Report)
     except (OSError, msgspec.DecodeError):
@@ -63,10 +65,15 @@ def asked(config: RunConfig, own: VllmConfig) -> Report:
     return found
 
 
-def _digest(config: RunConfig, python: str, version: str) -> str:
-    adapted = getattr(config.trainer.plugin_config(), "adapter", None)
-    parts = [version, python, repr(config.engine.own), config.model.model_dump_json(), repr(adapted), _model(config)]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+def _digest(config: RunConfig, own: VllmConfig, python: str, version: str) -> str:
+    """Of all that vLLM's answer depends on; `complete` has the keys of other tables that become arguments.
+
+    Raises:
+        ConfigError: there are no such arguments.
+    """
+    asked_for = [complete(config, own), own.env, config.model.model_dump(mode="json")]
+    content = msgspec.json.encode([version, python, asked_for, _model(config)])
+    return hashlib.sha256(content).hexdigest()
 
 
 def _model(config: RunConfig) -> str:
