@@ -36,10 +36,17 @@ EndEngine = Callable[[Connection, str], None]
 
 @dataclass(eq=False)
 class Engine:
-    """One registered engine. `holds` is the version it serves with, None before it has caught up; `reading` the one
-    that is being installed; `said` what it answered to the last one that it installed; `late` says that it has one, and
-    that there was a newer one by then; `asleep` that it was told to free the memory of its GPU. `task` brings it to the newest
-    version, and returns why that was not possible."""
+    """One registered engine.
+
+    Args:
+        holds: the version it serves with, None before it has caught up.
+        reading: the version that is being installed.
+        said: what it answered to the last one that it installed.
+        late: it has installed one, and there was a newer one by then.
+        asleep: it was told to free the memory of its GPU.
+        task: brings it to the newest version, and returns why that was not possible.
+        since: when it began what it is doing, in `time.monotonic()` seconds.
+    """
 
     connection: Connection
     client: EngineClient

@@ -43,27 +43,33 @@ async def _watch(fleet: WireFleet, engine: Engine, limit: float, end: Callable[[
     busy, since = -1.0, clock()
     while True:
         await asyncio.sleep(limit / CHECKS)
-        installs = engine.reading
+        installed = engine.reading is not None
+        health: EngineHealth | None = None
         try:
             health = await fleet.health(engine, limit)
         except PrlError as error:
-            if engine.reading is None and installs is None:
-                end(engine, f"its health could not be asked: {error} (limit loop.silent_after_s = {limit:g} s)")
-                return
-            continue
-        if engine.reading is not None or installs is not None or health.paused or not health.load:
+            why = f"its health could not be asked: {error} (limit loop.silent_after_s = {limit:g} s)"
+        if installed or engine.reading is not None:  # the deadline of that holds, and what it holds may have changed
             busy, since = -1.0, clock()
-        elif health.busy != busy:
-            busy, since = health.busy, clock()
-        why = _wrong_version(engine, health) if engine.reading is installs is None else ""
-        if clock() - since > limit:
-            why = (
-                f"it has had {health.load} requests for {clock() - since:.1f} s and computed nothing "
-                f"(limit loop.silent_after_s = {limit:g} s)"
-            )
+            continue
+        if health is not None:
+            if health.paused or not health.load:
+                busy, since = -1.0, clock()
+            elif health.busy != busy:
+                busy, since = health.busy, clock()
+            why = _wrong_version(engine, health) or _stalled(health, clock() - since, limit)
         if why:
             end(engine, why)
             return
+
+
+def _stalled(health: EngineHealth, seconds: float, limit: float) -> str:
+    if seconds <= limit:
+        return ""
+    return (
+        f"it has had {health.load} requests for {seconds:.1f} s and computed nothing "
+        f"(limit loop.silent_after_s = {limit:g} s)"
+    )
 
 
 def _wrong_version(engine: Engine, health: EngineHealth) -> str:

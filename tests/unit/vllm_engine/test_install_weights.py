@@ -341,6 +341,8 @@ def test_adapters_serve_without_a_pause_and_unused_ones_go(make_world: Any, tmp_
         world.adapters_in_use.discard(1)
         await world.install(world.put_adapter(3))
         assert world.core.loras == {2, 3} and not folder.exists()
+        world.installer.close()
+        assert not (tmp_path / "adapters").exists()
 
     asyncio.run(main())
 

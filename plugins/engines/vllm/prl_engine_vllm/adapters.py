@@ -100,4 +100,5 @@ class Adapters:
             shutil.rmtree(request.lora_path, ignore_errors=True)
 
     def close(self) -> None:
+        """The engine ends: remove all folders."""
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -22,6 +22,8 @@ class Installs(Protocol):
 
     def gauges(self) -> dict[str, float]: ...
 
+    def close(self) -> None: ...
+
 
 class VllmBackend:
     """A `prl.engine.backend.Backend`."""
@@ -90,4 +92,4 @@ class VllmBackend:
         return {**self._generation.gauges.values(), **self._installer.gauges()}
 
     def close(self) -> None:
-        pass
+        self._installer.close()

@@ -147,6 +147,11 @@ class Installer:
     def gauges(self) -> dict[str, float]:
         return {"swap_stall_s": self.swap_stall_s, "probes_differ": self.said.probe_difference}
 
+    def close(self) -> None:
+        """Nothing is installed any more."""
+        if self._adapters is not None:
+            self._adapters.close()
+
     # --- reading, while generation goes on ------------------------------------------------------------------
 
     async def _read(self, weights: WeightsRef) -> Read:
