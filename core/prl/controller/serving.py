@@ -21,6 +21,7 @@ from prl.controller.run import START_TIMEOUT_S
 from prl.controller.silence import end_silent_roles
 from prl.errors import PrlError, RunFailed, StoreError
 from prl.messages import CONTROL, NOTHING, SHUTDOWN, ControlReply, ControlRequest
+from prl.planning import ENGINE
 from prl.rundir import RunDir
 from prl.store.files import atomic_write
 from prl.store.writer import StoreWriter
@@ -56,7 +57,7 @@ class Serving:
         ]
         error: PrlError | None = None
         try:
-            await self.hub.wait_for("engine", self.config.engine.replicas, START_TIMEOUT_S)
+            await self.hub.wait_for(ENGINE, self.config.engine.replicas, START_TIMEOUT_S)
             self._ready = True
             await self._stop.wait()
         except PrlError as failure:
@@ -85,7 +86,7 @@ class Serving:
         )
 
     def _waits(self) -> list[str]:
-        missing = self.config.engine.replicas - len(self.hub.of("engine"))
+        missing = self.config.engine.replicas - len(self.hub.of(ENGINE))
         again = " again" if self._ready else ""
         lines = [f"{missing} of {self.config.engine.replicas} engines must register{again}"] if missing > 0 else []
         return lines + silent_roles(self.hub)

@@ -225,12 +225,6 @@ class AdaptiveLimit:
         self.limit = min(half, careful) if near else half
 
 
-def _longest(config: RunConfig) -> int:
-    """Tokens of the longest episode that can be trained on, as far as it is known."""
-    _, context = getattr(config.engine.plugin_config(), "context", ("", 0))
-    return min(config.trainer.row_tokens, context or model_context(config.model.path) or config.trainer.row_tokens)
-
-
 class Pacer:
     """Looks at the engines' gauges every `PERIOD_S` and sets `LoopState.concurrency`, by which groups are admitted. It
     does nothing in a run without an adaptive limit, a synchronous one among them."""
@@ -265,5 +259,11 @@ class Pacer:
     async def run(self) -> None:
         """Until it is cancelled."""
         while True:
-            await asyncio.sleep(PERIOD_S if self._limit else 3600)
+            await asyncio.sleep(PERIOD_S if self._limit else 3600)  # the loop takes a helper that returns for a bug
             self.look()
+
+
+def _longest(config: RunConfig) -> int:
+    """Tokens of the longest episode that can be trained on, as far as it is known."""
+    _, context = getattr(config.engine.plugin_config(), "context", ("", 0))
+    return min(config.trainer.row_tokens, context or model_context(config.model.path) or config.trainer.row_tokens)
