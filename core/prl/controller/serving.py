@@ -21,7 +21,7 @@ from prl.controller.run import START_TIMEOUT_S
 from prl.controller.silence import end_silent_roles
 from prl.errors import PrlError, RunFailed, StoreError
 from prl.messages import CONTROL, NOTHING, SHUTDOWN, ControlReply, ControlRequest
-from prl.planning import ENGINE
+from prl.plan import ENGINE
 from prl.rundir import RunDir
 from prl.store.files import atomic_write
 from prl.store.writer import StoreWriter
