@@ -42,7 +42,7 @@ def start(config: AnyConfig, existing: Existing, *, quiet: bool = False, as_json
     """Run it to its end and print its summary. Returns the exit code: 0, 1, 3, 75 or 130.
 
     Raises:
-        ConfigError, PluginError: before anything was written.
+        ConfigError, PluginError, EnvironmentNotFit: before anything was written.
         UsageError: the run exists and is neither resumed nor cleaned, or is going on.
     """
     from prl import planning
@@ -50,6 +50,7 @@ def start(config: AnyConfig, existing: Existing, *, quiet: bool = False, as_json
     run = run_dir(config)
     plan = planning.build_plan(config, run)
     launcher = config.launcher.build()
+    fit(launcher, plan)
     with ExitStack() as stack:
         stack.enter_context(claimed(run, existing))
         failure.keep_tracebacks_in(run.logs)
@@ -60,6 +61,17 @@ def start(config: AnyConfig, existing: Existing, *, quiet: bool = False, as_json
             note_failure(run, progress.cause)
     show_summary(run, code, as_json=as_json, told=progress.cause != "")
     return code
+
+
+def fit(launcher: Any, plan: Plan) -> None:
+    """Ask a launcher that can tell before it starts anything, as `check(plan)`.
+
+    Raises:
+        EnvironmentNotFit: it cannot give what the plan needs.
+    """
+    check = getattr(launcher, "check", None)
+    if check is not None:
+        check(plan)
 
 
 def run_dir(config: AnyConfig | ServeConfig) -> RunDir:
@@ -139,7 +151,15 @@ def write_inputs(run: RunDir, config: AnyConfig, plan: Plan) -> None:
         stale.unlink(missing_ok=True)  # a former controller's
     atomic_write(run.token, secrets.token_hex(32).encode(), mode=0o600)
     atomic_write(run.plan, msgspec.json.format(msgspec.json.encode(plan), indent=2) + b"\n")
-    write_lock(run, write_config(run, current), {"run": config.seed}, plugin_sources(current))
+    seeds, sources = {"run": config.seed}, plugin_sources(current)
+    write_lock(run, write_config(run, current), seeds, sources, interpreters(config))
+
+
+def interpreters(config: AnyConfig | ServeConfig) -> dict[str, dict[str, str]]:
+    """What an engine under a Python of its own has there, as its plugin's `versions()` tells."""
+    engine = getattr(config, "engine", None)
+    versions = getattr(engine.build(), "versions", None) if engine is not None else None
+    return {"engine": dict(versions())} if versions is not None else {}
 
 
 def note_failure(run: RunDir, cause: str) -> None:

@@ -137,7 +137,8 @@ def serve(config: ServeConfig, *, quiet: bool = False, as_json: bool = False) ->
     """Serve until Ctrl-C or `prl stop`. Returns the exit code: 0, 1, 3, or 130 after a second Ctrl-C.
 
     Raises:
-        UsageError: the run directory is in use. ConfigError, PluginError: before anything was written.
+        UsageError: the run directory is in use. ConfigError, PluginError, EnvironmentNotFit: before anything was
+            written.
     """
     from prl import planning
 
@@ -145,6 +146,7 @@ def serve(config: ServeConfig, *, quiet: bool = False, as_json: bool = False) ->
     engines = config.run_config()
     plan = planning.build_serving_plan(engines, run)
     launcher = config.launcher.build()
+    launching.fit(launcher, plan)
     existing = launching.Existing(clean=True, yes=True) if _is_over(run) else launching.Existing()
     announcer = Announcer(run, config.engine.replicas, quiet=quiet, as_json=as_json)
     with ExitStack() as stack:

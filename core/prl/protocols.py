@@ -161,8 +161,9 @@ class EnginePlugin(Protocol):
     "http://127.0.0.1:8000/v1", and `info["model"]`, the name to ask for there. `prl serve` needs it.
 
     It may have `installed()`, which says for `prl doctor` what it found of what is not beside prl, or raises
-    `EnvironmentNotFit`. A schema may have `problems(config: RunConfig)`: pairs of a dotted key and a message, what its
-    server would not start with. It may take a while, so only commands that start something ask."""
+    `EnvironmentNotFit`, and `versions()`, the same by name for `lock.json`. A schema may have `problems(config:
+    RunConfig)`: pairs of a dotted key and a message, what its server would not start with. It may take a while, so
+    only commands that start something ask."""
 
     def role(self, config: RunConfig) -> Role:
         """The server's part of the plan. It is started with the run directory and registers its address."""
@@ -273,6 +274,9 @@ class ChannelPlugin(Protocol):
 
 
 class Launcher(Protocol):
+    """It may have `check(plan)`, which raises `EnvironmentNotFit` where it could not give what the plan needs. It is
+    asked before a run directory is made, and by `prl config check`."""
+
     def run(self, plan: Plan, run_dir: RunDir, on_tick: Callable[[LaunchState], None] | None = None) -> int:
         """Execute the plan to its end and return the exit code of the run.
 

@@ -174,14 +174,28 @@ def test_a_service_that_keeps_crashing_uses_its_budget_up(tmp_path: Path, capfd:
     assert run_dir.log("env-a", 0).read_text().count("=== ") == 3
 
 
-def test_a_service_that_was_given_something_wrong_is_not_tried_again(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("given", "code"), [(2, 1), (3, 3)])
+def test_a_service_that_would_end_the_same_way_again_is_not_tried_again(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], given: int, code: int
 ) -> None:
-    wrong = service("env-a", "import sys; sys.exit(2)", max_restarts=2)
-    code, run_dir = launch(tmp_path, controller(SLEEP), wrong)
-    assert code == 1
-    assert "env-a-0 ended with code 2" in capfd.readouterr().err
-    assert run_dir.log("env-a", 0).read_text().count("=== ") == 1
+    script = f"import sys; print('ERROR prl: no such GPU', file=sys.stderr); sys.exit({given})"
+    ended, run_dir = launch(tmp_path, controller(SLEEP), service("engine", script, max_restarts=2))
+    assert ended == code
+    assert f"engine-0 ended with code {given}: prl: no such GPU; see" in capfd.readouterr().err
+    assert run_dir.log("engine", 0).read_text().count("=== ") == 1
+
+
+def test_a_machine_that_is_not_fit_right_after_a_crash_may_be_so_later(tmp_path: Path) -> None:
+    script = """
+        import pathlib, sys
+        count = pathlib.Path(sys.argv[1]) / "count"
+        n = int(count.read_text()) if count.exists() else 0
+        count.write_text(str(n + 1))
+        sys.exit((1, 3, 3)[n])
+    """
+    code, run_dir = launch(tmp_path, controller(SLEEP), service("engine", script, max_restarts=2))
+    assert code == 3
+    assert run_dir.log("engine", 0).read_text().count("=== ") == 3
 
 
 def test_the_controller_is_told_at_once_and_decides_whether_a_role_was_needed(tmp_path: Path) -> None:

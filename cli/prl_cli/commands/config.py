@@ -79,9 +79,11 @@ def explain(
 
 @app.command("check")
 def check(configs: Configs, sets: Sets = None, supervised: Supervised = False, json: Json = False) -> None:
-    """Check a configuration without starting anything: all problems at once, exit code 2 if there are any."""
+    """Check a configuration without starting anything: all problems at once, exit code 2 if there are any, 3 if this
+    machine lacks what it needs."""
+    from prl import planning
     from prl.errors import ConfigError
-    from prl_cli import output
+    from prl_cli import launching, output
 
     try:
         loaded = _load(configs, sets, supervised, start=True)
@@ -90,6 +92,8 @@ def check(configs: Configs, sets: Sets = None, supervised: Supervised = False, j
             raise
         output.emit_json({"ok": False, "problems": error.problems})
         raise typer.Exit(error.exit_code) from error
+    config = loaded.config
+    launching.fit(config.launcher.build(), planning.build_plan(config, launching.run_dir(config)))
     if json:
         output.emit_json({"ok": True, "problems": [], "warnings": loaded.warnings, "name": loaded.config.name})
     else:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from prl_cli.commands.shared import Json, RunsDir, Sets, complete_config
+from prl_cli.commands.shared import Json, RunsDir, Sets, Supervised, complete_config
 
 if TYPE_CHECKING:
     from prl_cli.doctor.finding import Finding
@@ -22,6 +22,7 @@ def doctor(
         ),
     ] = None,
     sets: Sets = None,
+    supervised: Supervised = False,
     runs_dir: RunsDir = None,
     json: Json = False,
 ) -> None:
@@ -33,7 +34,7 @@ def doctor(
     from prl_cli import output
 
     findings = []
-    for finding in _findings(configs or [], sets or [], runs_dir):
+    for finding in _findings(configs or [], sets or [], supervised, runs_dir):
         findings.append(finding)
         if not json:
             _show(finding)
@@ -46,7 +47,7 @@ def doctor(
         raise typer.Exit(EnvironmentNotFit.exit_code)
 
 
-def _findings(configs: list[Path], sets: list[str], runs_dir: Path | None) -> Iterator[Finding]:
+def _findings(configs: list[Path], sets: list[str], supervised: bool, runs_dir: Path | None) -> Iterator[Finding]:
     """In the order in which a person would look: the configuration, the machine, the packages, and how they fit."""
     from prl_cli import runs
     from prl_cli.doctor.machine import check_machine
@@ -57,7 +58,7 @@ def _findings(configs: list[Path], sets: list[str], runs_dir: Path | None) -> It
     if configs:
         from prl_cli.loading import load
 
-        config = load(configs, sets).config
+        config = load(configs, sets, supervised=supervised).config
     yield from check_machine(runs_dir or (Path(config.runs_dir) if config else runs.default_runs_dir()))
     told, broke = probe()
     yield from check_packages(told, broke)

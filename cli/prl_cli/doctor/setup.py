@@ -12,20 +12,25 @@ from prl_cli.doctor.finding import Finding
 from prl_cli.doctor.machine import cores
 
 if TYPE_CHECKING:
-    from prl.config.schema import RunConfig
+    from prl.config.schema import EngineTable, RunConfig, SftConfig
 
 
-def check_setup(config: RunConfig, told: list[dict[str, Any]]) -> Iterator[Finding]:
+def check_setup(config: RunConfig | SftConfig, told: list[dict[str, Any]]) -> Iterator[Finding]:
     yield model(config)
     yield devices(config, next((fact for fact in told if fact.get("topic") == "torch"), {}))
-    yield from server(config)
+    engine = getattr(config, "engine", None)
+    if engine is not None:
+        yield from server(engine)
     problems = {(f["kind"], f["name"]): f["problem"] for f in told if f.get("topic") == "plugin" and f["problem"]}
-    for kind, name in (("engines", config.engine.use), ("trainers", config.trainer.use)):
+    for table in (engine, config.trainer):
+        if table is None:
+            continue
+        kind, name = table.kind, table.use
         if (kind, name) in problems:
             yield Finding(f"{kind} of the run", "fail", problems[kind, name], "reinstall its package, or use another")
 
 
-def model(config: RunConfig) -> Finding:
+def model(config: RunConfig | SftConfig) -> Finding:
     """A folder must be there and whole; a name on a hub is looked for in the local cache only."""
     path = Path(config.model.path).expanduser()
     if path.is_dir():
@@ -56,30 +61,35 @@ def hub_cache() -> Path:
     return Path(home).expanduser() / "hub"
 
 
-def server(config: RunConfig) -> Iterator[Finding]:
+def server(engine: EngineTable) -> Iterator[Finding]:
     """An engine that needs what is not beside prl may say what it found, as its plugin's `installed()`."""
     try:
-        installed = getattr(config.engine.build(), "installed", None)
+        installed = getattr(engine.build(), "installed", None)
         if installed is not None:
             yield Finding("engine", "ok", installed())
     except EnvironmentNotFit as error:
-        yield Finding("engine", "fail", f"{config.engine.use} cannot run here", str(error))
+        yield Finding("engine", "fail", f"{engine.use} cannot run here", str(error))
 
 
-def devices(config: RunConfig, torch: dict[str, Any]) -> Finding:
+def devices(config: RunConfig | SftConfig, torch: dict[str, Any]) -> Finding:
     """Engine replicas and trainer ranks against GPUs, or their threads against cores."""
-    wanted = config.engine.replicas + config.trainer.processes
+    trainer, engine = config.trainer, getattr(config, "engine", None)
+    replicas = engine.replicas if engine is not None else 0
     gpus = len(torch.get("gpus", []))
     if gpus:
-        seen = f"{config.engine.replicas} engines and {config.trainer.processes} trainer processes on {gpus} GPUs"
-        if wanted > gpus:
-            return Finding("devices", "warn", seen, "they will share GPUs: lower engine.replicas or trainer.processes")
+        engines = f"{replicas} engines and " if replicas else ""
+        seen = f"{engines}{trainer.processes} trainer processes on {gpus} GPUs"
+        if replicas + trainer.processes > gpus:
+            fewer = "lower engine.replicas or trainer.processes" if replicas else "lower trainer.processes"
+            return Finding("devices", "warn", seen, f"they will share GPUs: {fewer}")
         return Finding("devices", "ok", seen)
     available = cores()
-    threads = config.engine.replicas * (config.engine.threads or available)
-    threads += config.trainer.processes * (config.trainer.threads or available)
+    threads = trainer.processes * (trainer.threads or available)
+    if engine is not None:
+        threads += replicas * (engine.threads or available)
     seen = f"{threads} compute threads on {available} cores"
     if threads > available:
-        half = max(1, available // 2)
-        return Finding("devices", "warn", seen, f"set engine.threads = {half} and trainer.threads = {half}")
+        half = max(1, available // (2 if replicas else trainer.processes))
+        engines = f"engine.threads = {half} and " if replicas else ""
+        return Finding("devices", "warn", seen, f"set {engines}trainer.threads = {half}")
     return Finding("devices", "ok", seen)

@@ -60,7 +60,12 @@ def _model_folder(model: ModelTable) -> Iterator[Problem]:
         if not (path / "config.json").is_file():
             yield Problem("model.path", f"{path} holds no config.json, so it is no model in the Hugging Face format")
     elif model.path.startswith((".", "/", "~")) or len(path.parts) > 2:
-        yield Problem("model.path", f"there is no folder {path}")
+        yield Problem("model.path", f"there is no folder {path}. {_remedy(path)}")
+
+
+def _remedy(path: Path) -> str:
+    where = "" if path.is_absolute() else f"It was looked for in {Path.cwd()}. "
+    return f"{where}Make or download the model first, or give a name on the hub, owner/name"
 
 
 def _groups_can_be_compared(config: RunConfig) -> Iterator[Problem]:

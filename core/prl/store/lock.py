@@ -33,7 +33,11 @@ def write_config(run_dir: RunDir, config: Mapping[str, Any]) -> bytes:
 
 
 def write_lock(
-    run_dir: RunDir, config: bytes, seeds: Mapping[str, int], sources: Mapping[str, bytes] | None = None
+    run_dir: RunDir,
+    config: bytes,
+    seeds: Mapping[str, int],
+    sources: Mapping[str, bytes] | None = None,
+    interpreters: Mapping[str, Mapping[str, str]] | None = None,
 ) -> None:
     """Write `lock.json`.
 
@@ -41,8 +45,10 @@ def write_lock(
         config: the bytes of `config.json`.
         seeds: by what they seed.
         sources: contents of further files that the run depends on (plugins named by file, data), by name.
+        interpreters: of roles that run under another Python than this: its path and the versions that matter there.
     """
-    atomic_write(run_dir.lock, msgspec.json.format(msgspec.json.encode(lock(config, seeds, sources)), indent=2) + b"\n")
+    document = lock(config, seeds, sources) | {"interpreters": dict(interpreters or {})}
+    atomic_write(run_dir.lock, msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
 
 
 def lock(config: bytes, seeds: Mapping[str, int], sources: Mapping[str, bytes] | None = None) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
-from prl.errors import Preempted, UsageError
+from prl.errors import EnvironmentNotFit, Preempted, UsageError
 from prl.launching import RoleExited, Scaled, ScaleRole
 from prl.plan import CONTROLLER, LaunchState, Plan
 from prl.rundir import RunDir
@@ -46,6 +46,12 @@ OnTick = Callable[[LaunchState], None]
 class LocalLauncher:
     def __init__(self, config: LocalConfig) -> None:
         self.config = config
+
+    def check(self, plan: Plan) -> None:
+        """Raises:
+        EnvironmentNotFit: this machine lacks GPUs that the plan needs.
+        """
+        variables.assign_gpus(plan, variables.visible_gpus(os.environ))
 
     def run(self, plan: Plan, run_dir: RunDir, on_tick: OnTick | None = None) -> int:
         """See `prl.protocols.Launcher`. Must be called from the main thread, which receives the signals.
@@ -187,7 +193,7 @@ class Supervision:
             await self._link.still_needed(RoleExited(slot.role.name, slot.replica, code, False))
             return
         can_restart = slot.role.restart == "on_failure" and slot.restarts < slot.role.max_restarts
-        can_restart = can_restart and code != UsageError.exit_code  # what it was told is wrong, and stays so
+        can_restart = can_restart and not _stays_so(code, slot.restarts)
         what = how_it_ended(code) + (" although the run still needed it" if code == 0 else "")
         # One that ended well was most likely told to by a controller that failed, and whose answer is on its way.
         if code != 0 and not can_restart and self._phase == "running" and self._code is None:
@@ -208,7 +214,7 @@ class Supervision:
             self._schedule_restart(slot)
             return
         times = f" (after {slot.restarts} restarts)" if slot.restarts else ""
-        self._code = 1
+        self._code = code if code == EnvironmentNotFit.exit_code else 1
         self._blame(slot, what + times)
         self._wake.set()
 
@@ -383,6 +389,12 @@ class Supervision:
         except Exception as error:
             self._on_tick = None
             self._note(f"the live display failed and is off: {type(error).__name__}: {error}")
+
+
+def _stays_so(code: int, restarts: int) -> bool:
+    """Whether a process that ended so would end so again: what it was told is wrong, or the machine is not fit for it.
+    After another death the latter may pass: what the dead process had of a GPU's memory is not free at once."""
+    return code == UsageError.exit_code or (code == EnvironmentNotFit.exit_code and not restarts)
 
 
 def _replace(argument: str, names: dict[str, str]) -> str:

@@ -39,6 +39,11 @@ class Launcher:
     def __init__(self, code: int = 0, fail: str = ""):
         self.code, self.fail = code, fail
 
+    def check(self, plan):
+        if self.fail == "no gpu":
+            from prl.errors import EnvironmentNotFit
+            raise EnvironmentNotFit("there is no GPU for engine-0")
+
     def run(self, plan, run_dir, on_tick=None):
         if self.fail == "crash":
             raise RuntimeError("a defect")

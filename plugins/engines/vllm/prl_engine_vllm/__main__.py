@@ -25,7 +25,7 @@ from prl_engine_vllm.backend import VllmBackend
 from prl_engine_vllm.config import VllmConfig
 from prl_engine_vllm.generation import Generation
 from prl_engine_vllm.install import Installer
-from prl_engine_vllm.lastwords import last_words
+from prl_engine_vllm.lastwords import last_words, may_pass
 from prl_engine_vllm.worker import Setup
 
 log = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ def build(namespace: Any, deadline: Deadline) -> Any:
 
     Raises:
         ConfigError: vLLM refuses the model or the arguments. EnvironmentNotFit: it cannot be built, with what vLLM said
-            last.
+            last. RunFailed: another attempt may succeed.
     """
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -113,9 +113,10 @@ def build(namespace: Any, deadline: Deadline) -> Any:
         signal.signal(signal.SIGTERM, former)
 
 
-def _cannot_start(deadline: Deadline, error: Exception) -> EnvironmentNotFit:
+def _cannot_start(deadline: Deadline, error: Exception) -> EnvironmentNotFit | RunFailed:
+    """The exit code says whether starting it again makes sense."""
     said = last_words(deadline.log) or f"{type(error).__name__}: {error}"
-    return EnvironmentNotFit(f"vLLM cannot start: {said}")
+    return (RunFailed if may_pass(said) else EnvironmentNotFit)(f"vLLM cannot start: {said}")
 
 
 def build_installer(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from prl import files, foreign, registry
 from prl.engine.client import WireEngineClient
+from prl.errors import EnvironmentNotFit
 from prl.plan import Resources, Role
 from prl_engine_vllm import interpreter
 from prl_engine_vllm.config import VllmConfig
@@ -41,8 +42,16 @@ class VllmEngine:
         Raises:
             EnvironmentNotFit: there is no vLLM.
         """
-        python, version = interpreter.require(self.config)
-        return f"vLLM {version} under {python}"
+        python, versions = interpreter.found(self.config)
+        return f"vLLM {versions['vllm']} with torch {versions['torch']} under {python}"
+
+    def versions(self) -> dict[str, str]:
+        """For `lock.json`: this interpreter need not be the one that has vLLM. Empty where there is none."""
+        try:
+            python, versions = interpreter.found(self.config)
+        except EnvironmentNotFit:
+            return {}
+        return {"executable": python, **versions}
 
     def connect(self, address: str, token: str) -> WireEngineClient:
         return WireEngineClient(address, token)

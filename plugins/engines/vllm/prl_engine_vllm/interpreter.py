@@ -54,20 +54,32 @@ def require(own: VllmConfig) -> tuple[str, str]:
     Raises:
         EnvironmentNotFit: there is none, or it lacks vLLM or what prl needs.
     """
+    path, versions = found(own)
+    return path, versions["vllm"]
+
+
+def found(own: VllmConfig) -> tuple[str, dict[str, str]]:
+    """The interpreter to use and the versions of its Python, vLLM and torch.
+
+    Raises:
+        EnvironmentNotFit: there is none, or it lacks vLLM or what prl needs.
+    """
     for path, why in candidates(own):
-        return path, _version(path, why)
+        return path, dict(_versions(path, why))
     raise EnvironmentNotFit(f"no Python with vLLM is known here: {REMEDY}")
 
 
 @functools.cache
-def _version(path: str, why: str) -> str:
+def _versions(path: str, why: str) -> tuple[tuple[str, str], ...]:
     if not Path(path).is_file():
         raise EnvironmentNotFit(f"{path} ({why}) is not there: {REMEDY}")
-    found = foreign.probe(path, DISTRIBUTIONS, ("vllm", *NEEDED))
-    if "vllm" in found.missing:
+    there = foreign.probe(path, (*DISTRIBUTIONS, "torch"), ("vllm", *NEEDED))
+    if "vllm" in there.missing:
         raise EnvironmentNotFit(f"{path} ({why}) has no vLLM: {REMEDY}")
-    if found.missing:
-        raise EnvironmentNotFit(f"{path} ({why}) lacks {', '.join(found.missing)}: install that there")
-    if found.python < (3, 11):
-        raise EnvironmentNotFit(f"{path} ({why}) is Python {'.'.join(map(str, found.python))}, at least 3.11 is needed")
-    return next((version for version in found.versions.values() if version), "unknown")
+    if there.missing:
+        raise EnvironmentNotFit(f"{path} ({why}) lacks {', '.join(there.missing)}: install that there")
+    if there.python < (3, 11):
+        raise EnvironmentNotFit(f"{path} ({why}) is Python {'.'.join(map(str, there.python))}, at least 3.11 is needed")
+    vllm = next((version for name in DISTRIBUTIONS if (version := there.versions[name])), "unknown")
+    python = ".".join(map(str, there.python))
+    return ("python", python), ("vllm", vllm), ("torch", there.versions["torch"] or "unknown")

@@ -21,6 +21,14 @@ _EMPTY = (
 )
 """Errors that only say that another one came before."""
 
+_PASSING = ("Error in memory profiling", *_EMPTY)
+"""Another process freed memory of the GPU meanwhile, or one of vLLM's own was killed and could not say why."""
+
+
+def may_pass(said: str) -> bool:
+    """Whether an error at the start may be gone at the next one."""
+    return any(passing in said for passing in _PASSING)
+
 
 def last_words(log: Path) -> str:
     """The last error that says something, of the last start in a log; "" where there is none."""
