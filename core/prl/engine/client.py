@@ -14,6 +14,8 @@ from prl.wire import Client
 CONTROL_TIMEOUT_S = 60.0
 SLEEP_TIMEOUT_S = 300.0
 """Weights travel between the GPU and the host."""
+SCORE_TIMEOUT_S = 600.0
+"""Forward passes over what is asked, behind what is computed already."""
 INSTALL_TIMEOUT_S = 36_000.0
 """The controller's own deadline, engine.install_timeout_s, comes first."""
 
@@ -63,7 +65,7 @@ class WireEngineClient:
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         request = methods.ScoreRequest([list(sequence) for sequence in sequences])
-        return (await self._wire.call(methods.SCORE, request, timeout=INSTALL_TIMEOUT_S)).logprobs
+        return (await self._wire.call(methods.SCORE, request, timeout=SCORE_TIMEOUT_S)).logprobs
 
     async def pause(self) -> None:
         await self._wire.call(methods.PAUSE, NOTHING, timeout=CONTROL_TIMEOUT_S)
