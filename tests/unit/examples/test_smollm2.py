@@ -63,31 +63,60 @@ def test_the_package_is_pinned_and_installed_apart(monkeypatch: pytest.MonkeyPat
     assert all("==" in pin for pin in command[-3:])
 
 
-def test_the_curve_is_a_table_of_windows(tmp_path: Path) -> None:
-    curve = script("curve")
-    rows: list[dict[str, Any]] = [{"step": 0, "time": 9.0, "eval/score": 0.2}]
-    for step in range(1, 6):
+def recorded(folder: Path, *more: dict[str, Any]) -> Path:
+    """A run of six steps, judged before the first, at the third and at the last."""
+    met = "eval/instruction_following/met/"
+    rows: list[dict[str, Any]] = [{"step": 0, "time": 9.0, "eval/score": 0.2, f"{met}title": 0.1, f"{met}avoids": 0.4}]
+    for step in range(1, 7):
         row = {"step": step, "time": 10.0 + step, "time/step": 1.0, "time/publish": 0.1, "reward/mean": step / 10}
-        row |= {"rollout/sampled_tokens": 20, "env/instruction_following/met/lowercase": 0.5}
-        rows.append(row | ({"mismatch/kl": step * 1e-3} if step != 2 else {}))
-        if step != 3:  # skipped for a newer one
-            probe = {"mismatch/probe_kl": step * 2e-3, "mismatch/probe_tokens": 300, "mismatch/probe_difference": 0.1}
-            rows.append({"step": step, "time": 10.5 + step} | probe)
-    rows += [{"step": 3, "time": 14.0, "eval/score": 0.5}, {"step": 5, "time": 16.0, "eval/score": 0.8}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    summary = {"engine_busy": 0.9, "trainer_busy": 0.4, "steps": 5, "seconds": 7.0, "tokens_generated": 1000}
-    summary |= {"tokens_trained": 10, "eval_first": 0.2, "eval_last": 0.8, "staleness": {"mean": 0.5, "max": 1}}
-    (tmp_path / "summary.json").write_text(json.dumps(summary))
-    steps, scores = curve.read(tmp_path)
-    head, _, *found = curve.table(steps, scores, 2)
-    names = "steps | seconds | reward | held out, greedy | tokens | lowercase | largest mismatch KL | of the probes"
-    assert head == f"| {names} |"
-    assert found == [
-        "| 1-2 | 2 | 0.15 | 0.20 | 20 | 0.50 | 1.0e-03 | 4.0e-03 |",
-        "| 3-4 | 4 | 0.35 | 0.50 | 20 | 0.50 | 4.0e-03 | 8.0e-03 |",
-        "| 5-5 | 5 | 0.50 | 0.80 | 20 | 0.50 | 5.0e-03 | 1.0e-02 |",
+        rows.append(row | {"rollout/sampled_tokens": 20 + step} | ({"mismatch/kl": step * 1e-3} if step != 2 else {}))
+    rows += [{"step": 3, "time": 14.0, "eval/score": 0.5}, {"step": 6, "time": 17.0, "eval/score": 0.8}]
+    rows[-1] |= {f"{met}title": 0.9}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, *more]))
+    summary = {"outcome": "completed", "engine_busy": 0.9, "trainer_busy": 0.4, "steps": 6, "seconds": 7.0}
+    summary |= {"tokens_generated": 1000, "tokens_trained": 10, "staleness": {"mean": 0.5, "max": 1}}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
+def test_the_curve_has_a_row_for_every_evaluation_and_the_largest_divergence_since_the_row_before(
+    tmp_path: Path,
+) -> None:
+    curve = script("curve")
+    run = curve.read(recorded(tmp_path))
+    assert curve.table(run, 4) == [
+        "| step | reward | held out | tokens | mismatch KL |",
+        "|---|---|---|---|---|",
+        "| 0 | 0.30 | 0.20 | 23 | - |",
+        "| 3 | 0.35 | 0.50 | 24 | 3.0e-03 |",
+        "| 4 | 0.35 | - | 24 | 4.0e-03 |",
+        "| 6 | 0.40 | 0.80 | 24 | 6.0e-03 |",
     ]
-    told = "\n".join(curve.figures(tmp_path, steps))
-    assert "mismatch KL: largest 5.0e-03" in told and "of 4 steps with" in told
-    assert "of the probes: largest 1.0e-02" in told and "of 4 steps whose version was installed" in told
-    assert "1,000 tokens" in told
+    assert curve.kinds(run)[1:] == [
+        "| kind | step 0 | step 6 |",
+        "|---|---|---|",
+        "| `avoids` | 0.40 | - |",
+        "| `title` | 0.10 | 0.90 |",
+    ]
+    told = "\n".join(curve.figures(tmp_path, run))
+    assert "mismatch KL: 6.0e-03 at most, at step 6; median 4.0e-03, of 5 steps" in told
+    assert "steps with neither: 1" in told and "1,000 tokens" in told and "6 steps in 6 s" in told
+
+
+def test_the_curve_shows_what_the_probes_found_where_there_is_such(tmp_path: Path) -> None:
+    curve = script("curve")
+    probed = [{"step": step, "time": 20.0, "mismatch/probe_kl": kl} for step, kl in ((2, 7e-3), (3, 1e-3), (6, 2e-3))]
+    run = curve.read(recorded(tmp_path, *probed))
+    head, _, *rows = curve.table(run, 3)
+    assert head == "| step | reward | held out | tokens | mismatch KL | of probes |"
+    assert [row.split("|")[-2].strip() for row in rows] == ["-", "7.0e-03", "2.0e-03"]
+    told = "\n".join(curve.figures(tmp_path, run))
+    assert "KL of probes: 7.0e-03 at most, at step 2; median 2.0e-03, of 3 installed versions" in told
+    assert "steps with neither: 0" in told
+
+
+def test_the_curve_of_a_run_that_goes_on_can_be_looked_at(tmp_path: Path) -> None:
+    curve = script("curve")
+    recorded(tmp_path)
+    (tmp_path / "summary.json").unlink()
+    assert not any("busy" in line for line in curve.figures(tmp_path, curve.read(tmp_path)))
