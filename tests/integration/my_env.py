@@ -23,6 +23,7 @@ class MyEnv(SingleTurnEnv):
     seconds: how long every training episode takes beside its answer.
     block, die: the task in which the worker once stops answering, or kills itself; -1 for none.
     broken: it cannot even be made.
+    hold: an evaluation is not over before there is a file "go" in `marks`; one that waits for it writes "held".
     marks: folder of the notes about that.
     """
 
@@ -33,6 +34,7 @@ class MyEnv(SingleTurnEnv):
         block: int = -1,
         die: int = -1,
         broken: bool = False,
+        hold: bool = False,
         marks: str = "",
     ) -> None:
         if broken:
@@ -41,6 +43,7 @@ class MyEnv(SingleTurnEnv):
         self.seconds = seconds
         self.block = block
         self.die = die
+        self.hold = hold
         self.marks = Path(marks)
 
     def tasks(self, split: Split) -> TaskList:
@@ -53,6 +56,10 @@ class MyEnv(SingleTurnEnv):
             text += (await agent.reply(f"{number}{text[:3]}")).text
         if ctx.kind == "train":
             await self._misbehave(task.data["index"])
+        elif self.hold:
+            (self.marks / "held").touch()
+            while not (self.marks / "go").exists():
+                await asyncio.sleep(0.01)
         odd = sum(ord(letter) % 2 for letter in text)
         return scored(agent, {"reward": odd / 8, "letters": len(text)})
 

@@ -9,6 +9,7 @@ import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,7 @@ def test_sequences_cross_a_swap_and_every_token_is_of_its_version(server: VllmSe
         await client.install(publish(3, 0, 0))  # as it was, for the other tests
 
     server.use(body, patience_s=180)
+    assert "Failed to load weights" not in server.log.read_text(), "vLLM says so of layers that are due nothing"
 
 
 def test_requests_outlast_a_sleep(server: VllmServer) -> None:
@@ -222,6 +224,51 @@ def test_openai_clients_are_answered_with_the_key_and_nobody_without(server: Vll
         for key in ("", "wrong"):
             assert http(root + path, key)[0] == 401, path
             assert http(root + path, key, {})[0] == 401, path
+
+
+def test_seeds_over_http_outlast_preemptions(server: VllmServer) -> None:
+    """Long prompts, and more of them than the cache holds: each is computed several times, and never in parts, after
+    which a random stream of a CPU could not be set back."""
+    api, model = server.info["api"], server.info["model"]
+
+    def ask(seed: int) -> tuple[int, Any]:
+        prompt = [(seed + place) % 250 + 1 for place in range(300)]
+        question = {"model": model, "prompt": prompt, "max_tokens": 200, "seed": seed, "ignore_eos": True}
+        return http(f"{api}/completions", TOKEN, question)
+
+    before = counted(server)["vllm:num_preemptions_total"]
+    with ThreadPoolExecutor(20) as threads:
+        answers = list(threads.map(ask, range(20)))
+    assert [status for status, _ in answers] == [200] * 20
+    assert {answer["usage"]["completion_tokens"] for _, answer in answers} == {200}
+    assert counted(server)["vllm:num_preemptions_total"] > before, "the cache holds 4,096 tokens"
+
+
+def test_vllm_s_metrics_count_our_requests_too(server: VllmServer) -> None:
+    async def body(client: WireEngineClient) -> None:
+        await asyncio.gather(*(client.generate(request(f"m{n}", [1, 2, 3, n], 30, seed=n)) for n in range(5)))
+
+    before = counted(server)
+    server.use(body)
+    after = counted(server)
+    more = {name: after[name] - before.get(name, 0.0) for name in after}
+    assert more["vllm:generation_tokens_total"] == 5 * 30
+    assert more["vllm:prompt_tokens_total"] == 5 * 4
+    assert more["vllm:request_success_total"] == 5
+    assert more["vllm:time_to_first_token_seconds_count"] == more["vllm:e2e_request_latency_seconds_count"] == 5
+    assert 0 < more["vllm:time_to_first_token_seconds_sum"] < more["vllm:e2e_request_latency_seconds_sum"] < 300
+
+
+def counted(server: VllmServer) -> dict[str, float]:
+    """vLLM's metrics, summed over their labels."""
+    url = server.info["api"].removesuffix("/v1") + "/metrics"
+    asked = urllib.request.Request(url, headers={"Authorization": f"Bearer {TOKEN}"})
+    found: dict[str, float] = {}
+    for line in urllib.request.urlopen(asked, timeout=60).read().decode().splitlines():
+        if line.startswith("vllm:"):
+            name, value = line.split("{")[0].split(" ")[0], float(line.rsplit(" ", 1)[1])
+            found[name] = found.get(name, 0.0) + value
+    return found
 
 
 def test_nothing_listens_beyond_loopback(server: VllmServer) -> None:

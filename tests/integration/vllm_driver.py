@@ -23,6 +23,7 @@ from prl.errors import PrlError
 from prl.messages import GenerateRequest, WeightsRef
 from prl.types import Sampling
 from prl_engine_vllm.adapters import Adapters
+from prl_engine_vllm.arguments import fitted
 from prl_engine_vllm.generation import Generation
 from prl_engine_vllm.install import Installer
 from prl_engine_vllm.worker import Setup
@@ -58,8 +59,22 @@ class Driver:
             error = str(raised)
         return {"error": error, "version": self.installer.version, "ended": self.ended, **self.installer.info()}
 
-    async def score(self, sequences: list[list[int]]) -> list[list[float]]:
-        return await self.generation.score(sequences)
+    async def score(self, sequences: list[list[int]], rank: int | None = None) -> list[list[float]]:
+        return await self.generation.score(sequences, rank=rank)
+
+    async def placed(self) -> list[int]:
+        """How many requests in flight each data-parallel rank has."""
+        core = self.llm.engine_core
+        return [list(core.reqs_in_flight.values()).count(engine) for engine in core.core_engines]
+
+    async def gauges(self) -> dict[str, float]:
+        return self.generation.gauges.values()
+
+    async def spoil(self, rank: int) -> None:
+        """The next weights come wrong to one data-parallel rank."""
+        core = self.llm.engine_core
+        engine = core.core_engines[rank]
+        await core._call_utility_async("collective_rpc", "prl_spoil_once", None, (), {}, engine=engine)
 
     async def start(self, prompts: list[list[int]], max_tokens: int) -> None:
         """Begin answers and do not wait for them."""
@@ -117,9 +132,8 @@ async def main(request: dict[str, Any], folder: Path) -> dict[str, Any]:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     started = time.monotonic()
-    llm = AsyncLLM.from_engine_args(
-        AsyncEngineArgs(**request["arguments"], worker_extension_cls="vllm_extension.ForTests")
-    )
+    given = fitted({**request["arguments"], "worker_extension_cls": "vllm_extension.ForTests"})
+    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**given))
     answers: list[Any] = []
     ending: list[bool] = []
 

@@ -9,7 +9,7 @@ from prl_engine_vllm.worker import WorkerExtension
 
 
 class ForTests(WorkerExtension):
-    """Can be told to add, once, nothing to vLLM's own reload."""
+    """Can be told to add, once, nothing to vLLM's own reload, and to spoil, once, what is loaded."""
 
     def prl_plain_once(self) -> None:
         ours = reload._forget_moe_kernels, reload._pack_embeddings
@@ -18,3 +18,13 @@ class ForTests(WorkerExtension):
             reload._forget_moe_kernels, reload._pack_embeddings = ours
 
         reload._forget_moe_kernels, reload._pack_embeddings = lambda model: None, back
+
+    def prl_spoil_once(self) -> None:
+        ours = reload.reload
+
+        def spoiled(worker: Any, tensors: Any) -> None:
+            reload.reload = ours
+            name = next(name for name in tensors if name.endswith("v_proj.weight"))
+            ours(worker, {**tensors, name: -tensors[name]})
+
+        reload.reload = spoiled

@@ -92,7 +92,7 @@ class Ran:
         self._labels.append(label)
         self._steps.append((name, keywords))
 
-    def run(self) -> None:
+    def run(self, env: dict[str, str] | None = None) -> None:
         request = {
             "arguments": {
                 "model": str(self.folder / "0"), "dtype": "float32", "max_model_len": 400, "enforce_eager": True,
@@ -110,7 +110,7 @@ class Ran:
         here = Path(__file__).parent
         environment = {
             **foreign.variables(links), "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": "1", "PYTHONDONTWRITEBYTECODE": "1",
+            "VLLM_NO_USAGE_STATS": "1", "PYTHONDONTWRITEBYTECODE": "1", **(env or {}),
         }  # fmt: skip
         environment["PYTHONPATH"] += f"{os.pathsep}{here}"
         command = [str(PYTHON), str(here / "vllm_driver.py"), str(asked), str(answered)]

@@ -69,6 +69,7 @@ class World:
             input_processor=SimpleNamespace(process_inputs=self._process),
             output_processor=SimpleNamespace(request_states={"chatcmpl-1": None}),
             abort=abort,
+            log_stats=False,
         )
         self.generation = Generation(self.llm, ("generate",), recompute=recompute, on_dead=self.dead.append)
         self.generation.start(self.results.extend)
@@ -94,7 +95,7 @@ class World:
 
     def step(self, *outputs: Any, stats: Any = None) -> None:
         self.core.outputs_queue.put_nowait(
-            SimpleNamespace(outputs=list(outputs), scheduler_stats=stats, engine_index=0)
+            SimpleNamespace(outputs=list(outputs), scheduler_stats=stats, engine_index=0, timestamp=0.0)
         )
 
     def ended(self) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from pydantic import ValidationError
 
 from prl import foreign
@@ -25,7 +24,6 @@ from prl_engine_vllm.__main__ import watch
 from prl_engine_vllm.check import Report, blamed
 from prl_engine_vllm.config import VllmConfig
 from prl_engine_vllm.lastwords import last_words, may_pass
-from prl_engine_vllm.worker import let_random_streams_go_on
 
 
 def a_config(**own: Any) -> RunConfig:
@@ -92,8 +90,10 @@ def test_what_the_parser_refuses_names_the_key(
 def test_on_a_cpu_prompts_are_not_computed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arguments, "_on_cpu", lambda: True)
     assert arguments.fitted({"a": 1}) == {"a": 1, "enable_chunked_prefill": False}
-    with pytest.raises(arguments.Refused, match="on a CPU"):
-        arguments.fitted({"enable_chunked_prefill": True})
+    for key in ("enable_chunked_prefill", "long_prefill_token_threshold"):
+        with pytest.raises(arguments.Refused, match="on a CPU") as caught:
+            arguments.fitted({key: 1})
+        assert caught.value.key == key
     monkeypatch.setattr(arguments, "_on_cpu", lambda: False)
     assert arguments.fitted({"a": 1}) == {"a": 1}
 
@@ -328,32 +328,3 @@ def test_an_engine_that_hangs_is_ended_and_one_that_waits_is_not() -> None:
         assert "3 requests" in died[0]
 
     asyncio.run(main())
-
-
-# --- workers --------------------------------------------------------------------------------------------------
-
-
-def test_a_prompt_that_is_computed_in_parts_does_not_set_a_stream_of_the_cpu_back() -> None:
-    """As vLLM's runner does for every request whose draw does not count; streams of a CPU have no offset."""
-
-    class Runner:
-        input_batch = SimpleNamespace(generators={0: torch.Generator().manual_seed(3)})
-
-        def _bookkeeping_sync(self, discarded: list[int], *, fails: bool = False) -> str:
-            for index in discarded:
-                stream = self.input_batch.generators.get(index)
-                if stream is not None:
-                    stream.set_offset(stream.get_offset() - 4)
-            if fails:
-                raise ValueError("its own")
-            return "done"
-
-    runner = Runner()
-    with pytest.raises(RuntimeError, match="offset"):
-        runner._bookkeeping_sync([0])
-    let_random_streams_go_on(runner)
-    assert runner._bookkeeping_sync([0]) == "done" and list(runner.input_batch.generators) == [0]
-    with pytest.raises(ValueError, match="its own"):
-        runner._bookkeeping_sync([], fails=True)
-    assert list(runner.input_batch.generators) == [0]
-    let_random_streams_go_on(SimpleNamespace())

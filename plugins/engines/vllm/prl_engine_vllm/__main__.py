@@ -19,7 +19,7 @@ from prl.config.schema import RunConfig
 from prl.engine.server import EngineServer
 from prl.errors import ConfigError, EnvironmentNotFit, RunFailed, WireError
 from prl.wire import Server
-from prl_engine_vllm import arguments, http, settings
+from prl_engine_vllm import arguments, http, leftovers, settings
 from prl_engine_vllm.adapters import Adapters
 from prl_engine_vllm.backend import VllmBackend
 from prl_engine_vllm.config import VllmConfig
@@ -41,6 +41,7 @@ async def serve(process: role.RoleProcess) -> None:
     config = process.config
     own = cast(VllmConfig, config.engine.plugin_config())
     settings.apply(own)
+    leftovers.outlive_the_group()
     deadline = Deadline(own.startup_timeout_s, process.run_dir.logs / f"engine-{process.replica}.log")
     namespace = arguments.require(arguments.complete(config, own, process.replica))
     sock, url = http.bind(own.api_host, namespace.port)

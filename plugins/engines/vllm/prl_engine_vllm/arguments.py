@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from prl.config.schema import RunConfig
 
 LARGEST_SEED = 2**31
+IN_PARTS = ("enable_chunked_prefill", "long_prefill_token_threshold")
+"""Arguments that have a prompt computed in parts. The second does even where the first is false."""
 
 
 class Refused(Exception):
@@ -59,20 +61,22 @@ def _for_adapters(adapter: Adapter | None, config: RunConfig) -> dict[str, Any]:
 def fitted(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments for the device that is here.
 
-    On a CPU prompts are not computed in parts: with vLLM 0.32 a request that has a random stream of its own would end
-    the engine ("CPU Generator does not use offset"), and every request of ours has one.
+    On a CPU prompts are not computed in parts: vLLM sets a request's random stream back after each part but the last,
+    which streams of a CPU cannot be ("CPU Generator does not use offset"), and its engine core would end. Every
+    request of ours has a stream of its own, and so has one over HTTP that names a seed.
 
     Raises:
         Refused: it is asked for.
     """
     if not _on_cpu():
         return dict(arguments)
-    if arguments.get("enable_chunked_prefill"):
-        raise Refused(
-            "must be false on a CPU, where vLLM cannot compute a prompt in parts for a request with a random stream "
-            "of its own",
-            "enable_chunked_prefill",
-        )
+    for key in IN_PARTS:
+        if arguments.get(key):
+            raise Refused(
+                "cannot be set on a CPU: it has prompts computed in parts, which vLLM cannot do there for a request "
+                "with a random stream of its own",
+                key,
+            )
     return {**arguments, "enable_chunked_prefill": False}
 
 

@@ -12,12 +12,14 @@ from prl.messages import GenerateRequest, Generation
 
 STOP, LENGTH = 0, 1
 """vLLM's `FinishReason`, an IntEnum in every version; what is neither ended without an answer."""
+SPARE_SEATS = 2
+"""Of the requests that one engine core computes at once: kept for probes, which must not wait for long answers."""
 
 
 class Flight:
     """One request. `marks` are (index of a token, version): that token and those after it are of that version."""
 
-    __slots__ = ("adapter", "id", "key", "logprobs", "marks", "recomputed", "request", "tokens")
+    __slots__ = ("adapter", "id", "key", "logprobs", "marks", "recomputed", "request", "stats", "tokens")
 
     def __init__(self, id: str, key: Key, request: GenerateRequest) -> None:
         self.id = id
@@ -27,6 +29,8 @@ class Flight:
         self.logprobs: list[float] = []
         self.marks: list[tuple[int, int]] = []
         self.adapter: int | None = None
+        self.stats: Any = None
+        """vLLM's `RequestStateStats`, where it counts."""
         self.recomputed = False
         """Its keys and values were thrown away at a swap, which vLLM reports as a preemption."""
 
@@ -72,3 +76,10 @@ class Scoring:
         if scored is not None:  # [T - 1, 1 or more]: the token itself stands first
             self.logprobs += scored.logprobs[:, 0].tolist()
         return output.finish_reason is not None
+
+
+def seats(llm: Any) -> int:
+    """Requests of ours that the engine cores are given at once."""
+    config = llm.vllm_config
+    each = max(1, config.scheduler_config.max_num_seqs - SPARE_SEATS)
+    return int(each * max(1, config.parallel_config.data_parallel_size))

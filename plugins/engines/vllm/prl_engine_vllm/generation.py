@@ -24,8 +24,9 @@ from prl.engine.backend import Deliver, Key, Result
 from prl.engine.methods import Failure
 from prl.errors import EpisodeFailed, WireError
 from prl.messages import GenerateRequest
-from prl_engine_vllm.flights import Flight, Scoring
+from prl_engine_vllm.flights import Flight, Scoring, seats
 from prl_engine_vllm.gauges import Gauges
+from prl_engine_vllm.metrics import Metrics
 from prl_engine_vllm.outbox import Outbox
 
 if TYPE_CHECKING:
@@ -35,8 +36,6 @@ log = logging.getLogger(__name__)
 
 SCORE_FIRST, GENERATE_AFTER = 0, 1
 """Priorities of vLLM's scheduler; the lower is the sooner."""
-SPARE_SEATS = 2
-"""Of the requests that one engine core computes at once: kept for probes, which must not wait for long answers."""
 SEEDS = 2**63 - 1
 
 
@@ -48,6 +47,7 @@ class Generation:
         self.incarnation = 0
         self.paused = False
         self.gauges = Gauges(llm.vllm_config)
+        self._metrics = Metrics(llm)
         self._llm = llm
         self._tasks = tasks
         self._recompute = recompute
@@ -62,7 +62,7 @@ class Generation:
         self._lora: Any = None
         self._weights = 0
         self._serial = 0
-        self._seats = _seats(llm)
+        self._seats = seats(llm)
         self._in_engine = 0
         self._outbox = Outbox(llm, self._open.__contains__, self._died)
         self._max_tokens = llm.model_config.max_model_len
@@ -89,6 +89,7 @@ class Generation:
                 refused.append(Result(key, None, problem))
                 continue
             flight = Flight(self._next_id(), key, request)
+            self._metrics.arrived(flight)
             self._by_key[key] = flight
             self._waiting.append(flight)
         self._submit_waiting()
@@ -203,8 +204,10 @@ class Generation:
             self._died(outputs)
             return
         self.gauges.take(outputs)
+        before, at = self.gauges.tokens, outputs.timestamp
         finished: list[Result] = []
-        others = [output for output in outputs.outputs if not self._book(output, finished)]
+        others = [output for output in outputs.outputs if not self._book(output, at, finished)]
+        self._metrics.record(outputs.engine_index, self.gauges.tokens - before)
         if finished:
             self._submit_waiting()
             if self._held is not None:
@@ -219,7 +222,7 @@ class Generation:
             else:
                 self._pass_on(outputs)
 
-    def _book(self, output: Any, finished: list[Result]) -> bool:
+    def _book(self, output: Any, at: float, finished: list[Result]) -> bool:
         """Whether this output of one request and step was ours."""
         flight = self._open.get(output.request_id)
         if flight is None:
@@ -233,6 +236,10 @@ class Generation:
             return True
         new = output.new_token_ids
         if new:
+            if not flight.tokens:
+                self._metrics.first(flight, output, at)
+            elif output.events:
+                self._metrics.events(flight, output)
             flight.tokens += new
             scored = output.new_logprobs
             if scored is not None:  # [tokens, 1 or more]: the sampled token stands first
@@ -243,6 +250,7 @@ class Generation:
         if output.finish_reason is not None:
             del self._open[flight.id]
             self._in_engine -= 1
+            self._metrics.finished(flight, output.finish_reason, at)
             ended = flight.result(int(output.finish_reason))
             failed = isinstance(ended, Failure)
             finished.append(Result(flight.key, None if failed else ended, ended if failed else None))  # type: ignore[arg-type]
@@ -388,10 +396,3 @@ class Generation:
         if self._lora is not None:
             found.add(self._lora.lora_int_id)
         return found
-
-
-def _seats(llm: AsyncLLM) -> int:
-    """Requests of ours that the engine core is given at once."""
-    config = llm.vllm_config
-    seats = config.scheduler_config.max_num_seqs
-    return max(1, seats - SPARE_SEATS) * max(1, config.parallel_config.data_parallel_size)

@@ -90,7 +90,7 @@ async def application(llm: AsyncLLM, arguments: Namespace, key: str) -> Guard:
     tasks = await llm.get_supported_tasks()
     app = build_app(arguments, tasks, llm.model_config)
     await init_app_state(llm, app.state, arguments, tasks)
-    app.state.log_stats = False  # vLLM's counts would lack what does not come over HTTP
+    app.state.log_stats = False  # no line of them every ten seconds: /metrics and the heartbeats have them
     return Guard(app, key)
 
 

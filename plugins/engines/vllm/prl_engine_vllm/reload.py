@@ -8,11 +8,14 @@ found by comparing log-probabilities with transformers:
   reload of the very same weights): its kernel is forgotten before, so that it is made anew.
 * On a CPU a tied output head keeps the product that was packed at start-up (0.88): it is packed again afterwards.
 * A load that breaks off leaves vLLM half way, and the next one would continue it: what it gathered is thrown away.
+
+And one is left out: vLLM warns "Failed to load weights" of every layer that got nothing, of those too that are due
+nothing (tables of rotary embeddings, an output head that is tied). Those are not counted as lacking anything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,9 +43,11 @@ def reload(worker: Any, tensors: Mapping[str, Tensor] | None) -> None:
             _forget_moe_kernels(model)
         try:
             if tensors is None:
-                worker.reload_weights()
+                with _looked_at(model, lambda: None):
+                    worker.reload_weights()
             else:
-                with _completeness_checked(model, worker.model_config.quantization is not None):
+                quantised = worker.model_config.quantization is not None
+                with _looked_at(model, lambda: _require_complete(model, quantised)):
                     worker.reload_weights(weights_iterator=_watched(tensors, last))
         except Exception as error:
             _break_off(model, worker.model_config)
@@ -66,15 +71,14 @@ def _watched(tensors: Mapping[str, Tensor], last: list[str]) -> Iterator[tuple[s
 
 
 @contextmanager
-def _completeness_checked(model: Any, quantised: bool) -> Iterator[None]:
-    """Look, when vLLM has taken every tensor and before it finishes, whether a layer got too little."""
+def _looked_at(model: Any, check: Callable[[], None]) -> Iterator[None]:
+    """Between vLLM's taking every tensor and its finishing, `check`, and settle which layers are due nothing."""
     load = model.load_weights
 
     def load_and_look(weights: Iterable[tuple[str, Tensor]], *args: Any, **kwargs: Any) -> Any:
         loaded = load(weights, *args, **kwargs)
-        lacking = _lacking(model, quantised)
-        if lacking:
-            raise WeightsError(f"the weights do not fit the model: too little for {lacking[0]} ({len(lacking)} layers)")
+        check()
+        _expect_nothing_where_nothing_is_due(model)
         return loaded
 
     model.load_weights = load_and_look
@@ -82,6 +86,12 @@ def _completeness_checked(model: Any, quantised: bool) -> Iterator[None]:
         yield
     finally:
         del model.load_weights
+
+
+def _require_complete(model: Any, quantised: bool) -> None:
+    lacking = _lacking(model, quantised)
+    if lacking:
+        raise WeightsError(f"the weights do not fit the model: too little for {lacking[0]} ({len(lacking)} layers)")
 
 
 def _lacking(model: Any, quantised: bool) -> list[str]:
@@ -99,6 +109,27 @@ def _lacking(model: Any, quantised: bool) -> list[str]:
     return found
 
 
+def _expect_nothing_where_nothing_is_due(model: Any) -> None:
+    """Layers whose buffers are computed and that have no parameter, or share each with a layer that was filled. vLLM
+    gives them their tensors back in any case, and warns where the number of elements that it expects is not 0."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    infos = [(layer, get_layerwise_info(layer)) for layer in model.modules()]
+    filled: set[int] = set()
+    for layer, info in infos:
+        if not info.can_load():
+            filled |= {id(parameter) for parameter in layer.parameters(recurse=False)}
+        elif info.load_numel:
+            filled |= {id(parameter) for parameter in info.kernel_tensors[0].values()}
+    for _, info in infos:
+        if not info.can_load() or info.load_numel or info.kernel_tensors is None:
+            continue
+        parameters, buffers = info.kernel_tensors
+        computed = buffers.keys() <= info.kernel_non_persistent_buffers
+        if computed and all(id(parameter) in filled for parameter in parameters.values()):
+            info.load_numel_total = 0
+
+
 def _break_off(model: Any, model_config: Any) -> None:
     """Give every layer that is not finished its former tensors back."""
     from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, get_layerwise_info
@@ -107,7 +138,7 @@ def _break_off(model: Any, model_config: Any) -> None:
         info = get_layerwise_info(layer)
         if info.can_load():
             info.loaded_weights = []
-            info.load_numel = 0
+            info.load_numel = info.load_numel_total = 0  # what was wrong is said by ours
     finalize_layerwise_reload(model, model_config)
 
 

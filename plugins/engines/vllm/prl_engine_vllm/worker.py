@@ -70,29 +70,7 @@ class WorkerExtension:
         versions: Versions | None = self.__dict__.get("_prl_held")
         if versions is None:
             versions = self.__dict__["_prl_held"] = Versions(self)
-            worker: Any = self
-            if worker.device.type == "cpu":
-                let_random_streams_go_on(getattr(worker, "model_runner", None))
         return versions
-
-
-def let_random_streams_go_on(runner: Any) -> None:
-    """A request with a seed whose prompt is computed in parts (any, after a preemption or a swap of weights) draws a
-    token for nothing in each; vLLM sets its random stream back then, which streams of a CPU cannot be ("CPU Generator
-    does not use offset"): the engine would end. There they go on, and such a request gets other tokens than alone."""
-    finish = getattr(runner, "_bookkeeping_sync", None)
-    if finish is None:  # a runner that keeps its streams otherwise
-        return
-
-    def finish_without_streams(*arguments: Any, **keywords: Any) -> Any:
-        batch = runner.input_batch
-        held, batch.generators = batch.generators, {}
-        try:
-            return finish(*arguments, **keywords)
-        finally:
-            batch.generators = held
-
-    runner._bookkeeping_sync = finish_without_streams
 
 
 class Versions:
