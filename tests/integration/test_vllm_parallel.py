@@ -69,6 +69,7 @@ def test_tokens_of_every_rank_are_of_the_version_that_they_say(ranks: Ran) -> No
 def test_gauges_are_sums_over_the_ranks(ranks: Ran) -> None:
     found = ranks.answers["gauges"]
     assert found["running"] == 8, "each computes six at most"
+    assert found["capacity"] == 2 * 256 * 32
     assert found["waiting"] == 0 and 0 < found["kv_usage"] <= 1
 
 
@@ -123,7 +124,8 @@ def test_nothing_is_left_in_shared_memory_after_a_kill(shards: VllmServer) -> No
     """The last one here: the process, then its group, as a launcher does it."""
     processes = [shards.process.pid, *(p.pid for p in psutil.Process(shards.process.pid).children(recursive=True))]
     mapped = {name for pid in processes for name in in_shared_memory(pid)}
-    assert any(name.startswith("psm_") for name in mapped), "vLLM's ring buffers"
+    for kind in ("psm_", "sem.mp-", "vllm_dist_"):
+        assert any(name.startswith(kind) for name in mapped), (kind, mapped)
     os.kill(shards.process.pid, signal.SIGKILL)
     os.killpg(shards.process.pid, signal.SIGKILL)
     shards.process.wait()
@@ -131,6 +133,7 @@ def test_nothing_is_left_in_shared_memory_after_a_kill(shards: VllmServer) -> No
     while left := [name for name in mapped if (Path("/dev/shm") / name).exists()]:
         assert time.monotonic() < deadline, left
         time.sleep(0.05)
+    assert "resource_tracker" not in shards.log.read_text()
 
 
 def in_shared_memory(pid: int) -> set[str]:

@@ -48,14 +48,14 @@ class Core:
 
 
 class World:
-    def __init__(self, *, recompute: bool = True, seats: int = 16) -> None:
+    def __init__(self, *, recompute: bool = True, seats: int = 16, ranks: int = 1) -> None:
         self.core = Core()
         self.dead: list[str] = []
         self.results: list[Result] = []
         self.http_aborted: list[str] = []
         config = SimpleNamespace(
             scheduler_config=SimpleNamespace(max_num_seqs=seats),
-            parallel_config=SimpleNamespace(data_parallel_size=1),
+            parallel_config=SimpleNamespace(data_parallel_size=ranks),
             cache_config=SimpleNamespace(num_gpu_blocks=10, block_size=16),
         )
 
@@ -308,6 +308,19 @@ def test_only_as_many_as_there_are_seats_are_at_vllm() -> None:
         world.step(output(first[0], 4, finish=STOP))
         await settled()
         assert len(world.core.added) == 3 and world.generation.load == 3
+
+    scenario(body)
+
+
+def test_every_rank_has_its_seats_and_is_given_no_more() -> None:
+    async def body() -> None:
+        world = World(seats=4, ranks=2)
+        names = await world.add("a", "b", "c", "d", "e", "f")
+        assert [request.rank for request in world.core.added] == [0, 1, 0, 1]
+        world.step(output(names[1], 4, finish=STOP))
+        world.generation.abort([("peer", "d")])
+        await settled()
+        assert [request.rank for request in world.core.added[4:]] == [1, 1]
 
     scenario(body)
 

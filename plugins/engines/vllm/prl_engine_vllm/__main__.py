@@ -52,6 +52,7 @@ async def serve(process: role.RoleProcess) -> None:
             ended.set_result(why)
 
     llm = build(namespace, deadline)
+    leftovers.register_what_vllm_made()
     for name in ("prl", "prl_engine_vllm", "prl_channels"):
         logging.getLogger(name).setLevel(logging.INFO)  # what vLLM imports has raised the level of all
     generation = Generation(llm, await llm.get_supported_tasks(), recompute=own.swap_kv == "recompute", on_dead=die)

@@ -19,7 +19,7 @@ SPARE_SEATS = 2
 class Flight:
     """One request. `marks` are (index of a token, version): that token and those after it are of that version."""
 
-    __slots__ = ("adapter", "id", "key", "logprobs", "marks", "recomputed", "request", "stats", "tokens")
+    __slots__ = ("adapter", "id", "key", "logprobs", "marks", "rank", "recomputed", "request", "stats", "tokens")
 
     def __init__(self, id: str, key: Key, request: GenerateRequest) -> None:
         self.id = id
@@ -29,6 +29,8 @@ class Flight:
         self.logprobs: list[float] = []
         self.marks: list[tuple[int, int]] = []
         self.adapter: int | None = None
+        self.rank = 0
+        """The data-parallel rank that computes it."""
         self.stats: Any = None
         """vLLM's `RequestStateStats`, where it counts."""
         self.recomputed = False
@@ -78,8 +80,26 @@ class Scoring:
         return output.finish_reason is not None
 
 
-def seats(llm: Any) -> int:
-    """Requests of ours that the engine cores are given at once."""
-    config = llm.vllm_config
-    each = max(1, config.scheduler_config.max_num_seqs - SPARE_SEATS)
-    return int(each * max(1, config.parallel_config.data_parallel_size))
+class Seats:
+    """How many requests of ours each data-parallel rank computes at once. vLLM would spread them by counts that are up
+    to 0.1 s old, and fill the seats that are kept on one."""
+
+    def __init__(self, llm: Any) -> None:
+        config = llm.vllm_config
+        self._each = max(1, config.scheduler_config.max_num_seqs - SPARE_SEATS)
+        self._taken = [0] * max(1, config.parallel_config.data_parallel_size)
+
+    def free(self) -> int | None:
+        """The rank with the fewest; None where all are taken."""
+        fewest = min(self._taken)
+        return self._taken.index(fewest) if fewest < self._each else None
+
+    def take(self, rank: int) -> None:
+        self._taken[rank] += 1
+
+    def give_back(self, rank: int) -> None:
+        self._taken[rank] -= 1
+
+    def named(self, rank: int) -> int | None:
+        """As vLLM wants it: one rank has no number."""
+        return rank if len(self._taken) > 1 else None

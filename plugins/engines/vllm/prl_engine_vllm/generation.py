@@ -24,7 +24,7 @@ from prl.engine.backend import Deliver, Key, Result
 from prl.engine.methods import Failure
 from prl.errors import EpisodeFailed, WireError
 from prl.messages import GenerateRequest
-from prl_engine_vllm.flights import Flight, Scoring, seats
+from prl_engine_vllm.flights import Flight, Scoring, Seats
 from prl_engine_vllm.gauges import Gauges
 from prl_engine_vllm.metrics import Metrics
 from prl_engine_vllm.outbox import Outbox
@@ -62,8 +62,7 @@ class Generation:
         self._lora: Any = None
         self._weights = 0
         self._serial = 0
-        self._seats = seats(llm)
-        self._in_engine = 0
+        self._seats = Seats(llm)
         self._outbox = Outbox(llm, self._open.__contains__, self._died)
         self._max_tokens = llm.model_config.max_model_len
         self._pass_on = llm.engine_core.outputs_queue.put_nowait
@@ -121,8 +120,9 @@ class Generation:
 
     def _submit_waiting(self) -> None:
         refused = []
-        while self._waiting and self._in_engine < self._seats and not self._shut:
+        while self._waiting and (rank := self._seats.free()) is not None and not self._shut:
             flight = self._waiting.popleft()
+            flight.rank = rank
             if flight.key not in self._by_key:
                 continue  # aborted meanwhile
             try:
@@ -132,7 +132,7 @@ class Generation:
                 refused.append(Result(flight.key, None, Failure("bad_request", f"vLLM refuses the request: {error}")))
                 continue
             self._open[flight.id] = flight
-            self._in_engine += 1
+            self._seats.take(rank)
             flight.mark(self.version)
             self._outbox.add(core_request)
         self.gauges.queued = len(self._waiting)
@@ -155,7 +155,8 @@ class Generation:
             logprobs=0,  # of the sampled token alone
             detokenize=False,
         )
-        return self._processed(flight.id, request.token_ids, parameters, GENERATE_AFTER, self._lora)
+        rank = self._seats.named(flight.rank)
+        return self._processed(flight.id, request.token_ids, parameters, GENERATE_AFTER, self._lora, rank)
 
     def _processed(
         self, id: str, token_ids: list[int], parameters: Any, priority: int, lora: Any, rank: int | None = None
@@ -191,7 +192,7 @@ class Generation:
         ids = []
         for flight in flights:
             if self._open.pop(flight.id, None) is not None:
-                self._in_engine -= 1
+                self._seats.give_back(flight.rank)
                 ids.append(flight.id)
         self._outbox.abort(ids)
 
@@ -249,7 +250,7 @@ class Generation:
             self.gauges.count_preemptions(output.events, flight)
         if output.finish_reason is not None:
             del self._open[flight.id]
-            self._in_engine -= 1
+            self._seats.give_back(flight.rank)
             self._metrics.finished(flight, output.finish_reason, at)
             ended = flight.result(int(output.finish_reason))
             failed = isinstance(ended, Failure)
