@@ -136,3 +136,8 @@ def test_vllms_own_reload_is_caught_where_it_corrupts(ran: Ran) -> None:
         assert "the probes do not agree" in answer["error"] and answer["version"] == 5 and not answer["ended"]
         assert ran.score_differences("score after vLLM's", 5).max() < EDGE
     assert ran.answers["ours again"]["error"] == "" and ran.score_differences("score at the end", 1).max() < EDGE
+
+
+def test_vllm_does_not_warn_of_layers_that_are_due_nothing(ran: Ran) -> None:
+    """Of tables of rotary embeddings, and of a tied head; in every load, that of the folder too."""
+    assert "Failed to load weights" not in (ran.folder / "log").read_text()
