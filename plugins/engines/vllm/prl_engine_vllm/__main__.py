@@ -41,7 +41,8 @@ async def serve(process: role.RoleProcess) -> None:
     config = process.config
     own = cast(VllmConfig, config.engine.plugin_config())
     settings.apply(own)
-    leftovers.outlive_the_group()
+    shared = process.run_dir.path / "engine" / f"shared-{os.getpid()}"
+    leftovers.outlive_the_group(shared)
     deadline = Deadline(own.startup_timeout_s, process.run_dir.logs / f"engine-{process.replica}.log")
     namespace = arguments.require(arguments.complete(config, own, process.replica))
     sock, url = http.bind(own.api_host, namespace.port)
@@ -52,7 +53,7 @@ async def serve(process: role.RoleProcess) -> None:
             ended.set_result(why)
 
     llm = build(namespace, deadline)
-    leftovers.register_what_vllm_made()
+    leftovers.note_what_vllm_made(shared)
     for name in ("prl", "prl_engine_vllm", "prl_channels"):
         logging.getLogger(name).setLevel(logging.INFO)  # what vLLM imports has raised the level of all
     generation = Generation(llm, await llm.get_supported_tasks(), recompute=own.swap_kv == "recompute", on_dead=die)
