@@ -1,11 +1,14 @@
-"""One line that says why a process ended, taken from its exit code and its log."""
+"""One line that says why a process ended, taken from its exit code and its log; and whether another would end so."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import signal
 from pathlib import Path
+
+from prl.errors import EnvironmentNotFit, UsageError
 
 TAIL_BYTES = 65_536
 LONGEST = 400
@@ -27,6 +30,12 @@ def how_it_ended(code: int) -> str:
         name = f"signal {-code}"
     hint = " (the kernel does this when memory runs out)" if name == "SIGKILL" else ""
     return f"was killed by {name}{hint}"
+
+
+def stays_so(code: int, restarts: int) -> bool:
+    """Whether a process that ended so would end so again: what it was told is wrong, or the machine is not fit for it.
+    After another death the latter may pass: what the dead process had of a GPU's memory is not free at once."""
+    return code == UsageError.exit_code or (code == EnvironmentNotFit.exit_code and not restarts)
 
 
 def last_error(log: Path) -> str:
@@ -74,3 +83,10 @@ def told_by_controller(status: Path) -> tuple[str, str]:
         return str(document.get("failed_reason") or ""), str(document.get("log") or "")
     except (OSError, ValueError, AttributeError):
         return "", ""
+
+
+def shown(path: Path) -> Path:
+    """Relative to where the user is, when that is shorter."""
+    with contextlib.suppress(ValueError):
+        return path.absolute().relative_to(Path.cwd())
+    return path

@@ -20,7 +20,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Literal
 
 from prl.errors import EnvironmentNotFit, Preempted, UsageError
@@ -28,7 +27,7 @@ from prl.launching import RoleExited, Scaled, ScaleRole
 from prl.plan import CONTROLLER, LaunchState, Plan
 from prl.rundir import RunDir
 from prl_launchers import variables, warden
-from prl_launchers.causes import cause, how_it_ended, told_by_controller
+from prl_launchers.causes import cause, how_it_ended, shown, stays_so, told_by_controller
 from prl_launchers.config import LocalConfig
 from prl_launchers.link import ControllerLink
 from prl_launchers.process import Child
@@ -193,7 +192,7 @@ class Supervision:
             await self._link.still_needed(RoleExited(slot.role.name, slot.replica, code, False))
             return
         can_restart = slot.role.restart == "on_failure" and slot.restarts < slot.role.max_restarts
-        can_restart = can_restart and not _stays_so(code, slot.restarts)
+        can_restart = can_restart and not stays_so(code, slot.restarts)
         what = how_it_ended(code) + (" although the run still needed it" if code == 0 else "")
         # One that ended well was most likely told to by a controller that failed, and whose answer is on its way.
         if code != 0 and not can_restart and self._phase == "running" and self._code is None:
@@ -370,9 +369,9 @@ class Supervision:
             return
         reason, log = told_by_controller(self._run_dir.status) if slot.role.name == CONTROLLER else ("", "")
         if reason and log:
-            self.cause = f"the run failed: {reason}; see {_shown(self._run_dir.path / log)}"
+            self.cause = f"the run failed: {reason}; see {shown(self._run_dir.path / log)}"
         else:
-            self.cause = cause(slot.name, what, slot.code, _shown(self._run_dir.log(slot.role.name, slot.replica)))
+            self.cause = cause(slot.name, what, slot.code, shown(self._run_dir.log(slot.role.name, slot.replica)))
         self._note(self.cause)
 
     def _note(self, line: str) -> None:
@@ -391,20 +390,7 @@ class Supervision:
             self._note(f"the live display failed and is off: {type(error).__name__}: {error}")
 
 
-def _stays_so(code: int, restarts: int) -> bool:
-    """Whether a process that ended so would end so again: what it was told is wrong, or the machine is not fit for it.
-    After another death the latter may pass: what the dead process had of a GPU's memory is not free at once."""
-    return code == UsageError.exit_code or (code == EnvironmentNotFit.exit_code and not restarts)
-
-
 def _replace(argument: str, names: dict[str, str]) -> str:
     for name, value in names.items():
         argument = argument.replace(name, value)
     return argument
-
-
-def _shown(path: Path) -> Path:
-    """Relative to where the user is, when that is shorter."""
-    with contextlib.suppress(ValueError):
-        return path.absolute().relative_to(Path.cwd())
-    return path
