@@ -1,4 +1,5 @@
-"""For every test: one thread for numeric libraries, repeatable property tests, no process left behind."""
+"""For every test: one thread for numeric libraries, repeatable property tests, no process left behind, and no GPU asked
+for where there is none."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported; results must not depend on the machine
 
@@ -16,6 +18,14 @@ from hypothesis import settings
 # A deadline fails on a busy machine; a database would be written beside the sources.
 settings.register_profile("prl", deadline=None, database=None, derandomize=True)
 settings.load_profile("prl")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked `gpu` are skipped where there is none, however they were chosen."""
+    if not list(Path("/dev").glob("nvidia[0-9]*")):
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
 
 
 @pytest.fixture(scope="session", autouse=True)
