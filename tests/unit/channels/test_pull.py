@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -134,6 +136,22 @@ def test_a_transfer_that_fails_is_tried_again_with_a_new_connection(tmp_path: Pa
     finally:
         faults.install("trainer", plan=[])
         ends.sender.close()
+
+
+def test_a_trainer_that_has_no_descriptor_free_for_a_moment_serves_afterwards(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accept, failed = socket.socket.accept, threading.Event()
+
+    def exhausted(listening: socket.socket) -> tuple[socket.socket, Any]:
+        if not failed.is_set():
+            failed.set()
+            raise OSError(errno.EMFILE, "Too many open files")
+        return accept(listening)
+
+    monkeypatch.setattr(socket.socket, "accept", exhausted)
+    assert failed.wait(5)
+    assert_same_bits(version_of(0), ends.receiver().receive(ends.send(0)).tensors, "version 0")
 
 
 def test_a_silent_trainer_is_given_up_at_the_deadline(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ The nonce stands in the manifests, which only this user may read: whoever cannot
 
 from __future__ import annotations
 
-import contextlib
 import hmac
 import logging
 import secrets
@@ -103,9 +102,14 @@ class Server:
     def _accept(self) -> None:
         with self._socket:
             while not self._closed.is_set():
-                with contextlib.suppress(TimeoutError):
+                try:
                     connection, _ = self._socket.accept()
                     threading.Thread(target=self._serve, args=(connection,), name="weights", daemon=True).start()
+                except TimeoutError:
+                    continue
+                except (OSError, RuntimeError) as error:  # no descriptor or thread is left: that passes
+                    log.warning("an engine that asks for weights has to ask again: %s", error)
+                    self._closed.wait(SERVER_POLL_S)
 
     def _serve(self, connection: socket.socket) -> None:
         """One engine, until it leaves."""
