@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
@@ -115,11 +116,12 @@ class WireFleet:
         return {engine.reading.version for engine in self.engines.values() if engine.reading is not None}
 
     def gauges(self) -> list[EngineGauges]:
-        """Of every serving engine, from its last heartbeat. One that keeps none of the names says nothing: zeros."""
+        """Of every serving engine, from its last heartbeat. One that keeps none of the names says nothing: zeros, as
+        does what is not a number of anything (NaN, infinite, negative), which would stay in every mean."""
         now, found = time.monotonic(), []
         for engine in self.serving():
             connection = engine.connection
-            known = {name: connection.gauges.get(name, 0.0) for name in _GAUGES}
+            known = {name: _amount(connection.gauges.get(name, 0.0)) for name in _GAUGES}
             found.append(EngineGauges(engine.replica, age_s=now - connection.seen, **known))
         return found
 
@@ -349,3 +351,7 @@ class WireFleet:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _amount(value: float) -> float:
+    return value if 0 <= value < math.inf else 0.0

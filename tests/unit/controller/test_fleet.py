@@ -4,6 +4,7 @@ virtual time."""
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any
 
 import pytest
@@ -300,6 +301,9 @@ def test_the_loads_of_serving_engines_are_what_their_heartbeats_say() -> None:
         first, second = world.fleet.gauges()
         assert (first.replica, first.kv_usage, first.capacity, first.waiting) == (0, 0.5, 1000.0, 0.0)
         assert (second.replica, second.capacity) == (1, 0.0) and 0 <= first.age_s < 60
+        world.connections["engine", 1].gauges = {"kv_usage": math.nan, "capacity": math.inf, "waiting": -1.0}
+        second = world.fleet.gauges()[1]
+        assert (second.kv_usage, second.capacity, second.waiting) == (0.0, 0.0, 0.0)
         world.leave(0)
         assert [engine.replica for engine in world.fleet.gauges()] == [1]
 
