@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -35,7 +36,7 @@ def checkpoint(run: RunName, runs_dir: RunsDir = None, timeout: Timeout = 600, j
     _ask(run, "checkpoint", runs_dir, timeout, json)
 
 
-Target = Annotated[str, typer.Argument(metavar="engines=N", help="How many engines there are to be, at least 1.")]
+Target = Annotated[str, typer.Argument(metavar="engines=N", help="How many engines there are to be, 1 to 9999.")]
 
 
 def scale(run: RunName, target: Target, runs_dir: RunsDir = None, timeout: Timeout = 60, json: Json = False) -> None:
@@ -56,10 +57,10 @@ def _number(target: str) -> int:
     """N of "engines=N"."""
     from prl.errors import UsageError
 
-    role, _, number = target.partition("=")
-    if role.strip() != "engines" or not number.strip().isdecimal() or int(number) < 1:
-        raise UsageError(f"{target!r}: write engines=N with N at least 1, such as `prl scale RUN engines=3`")
-    return int(number)
+    found = re.fullmatch(r"\s*engines\s*=\s*([1-9][0-9]{0,3})\s*", target)
+    if found is None:
+        raise UsageError(f"{target!r}: write engines=N with N from 1 to 9999, such as `prl scale RUN engines=3`")
+    return int(found[1])
 
 
 def _ask(name: str, action: Action, runs_dir: Path | None, timeout: float, json: bool, *, engines: int = 0) -> None:

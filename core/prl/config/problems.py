@@ -30,6 +30,8 @@ _PLAIN = {
     "less_than_equal": "must be at most {le:g}",
     "literal_error": "must be {expected}",
     "string_pattern_mismatch": "must match {pattern}",
+    "finite_number": "must be a finite number",
+    "string_too_short": "must have {min_length} or more characters",
     "too_short": "needs at least {min_length}",
 }
 _WITH = {"run": "", "sft": "; prl config reads those with --sft"}

@@ -97,7 +97,7 @@ class SamplingTable(Table):
 
     max_tokens: int = Field(128, ge=1)
     """Tokens of one turn at most."""
-    temperature: float = Field(1.0, ge=0.01)
+    temperature: float = Field(1.0, ge=0.01, allow_inf_nan=False)
     """Divides the logits before sampling; 1 is the model's own distribution. Trained at the same temperature."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Must be 1: training needs the whole distribution."""

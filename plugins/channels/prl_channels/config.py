@@ -57,7 +57,7 @@ class NcclConfig(ChannelConfig):
 
     gpus: ClassVar[GpuNeed] = "apart"
 
-    host: str = "127.0.0.1"
+    host: str = Field("127.0.0.1", min_length=1)
     """Where the trainer listens for engines; with engines on other hosts an address that they reach it by."""
-    timeout_s: float = Field(60.0, gt=0)
+    timeout_s: float = Field(60.0, gt=0, allow_inf_nan=False)
     """How long one transfer may take. An engine that dies in the midst of one is given up then."""

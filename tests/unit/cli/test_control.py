@@ -86,7 +86,9 @@ def test_scale_sends_the_number(run: RunDir, prl: Any) -> None:
     assert answering.asked == ["scale"] and answering.engines == 3
 
 
-@pytest.mark.parametrize("target", ["engines=0", "engines=-1", "engines", "engines=many", "trainers=2", "3"])
+@pytest.mark.parametrize(
+    "target", ["engines=0", "engines=-1", "engines=1" + 30 * "0", "engines", "engines=many", "trainers=2", "3"]
+)
 def test_scale_refuses_what_is_no_number_of_engines(run: RunDir, prl: Any, target: str) -> None:
     result = prl("scale", "first", target)
     assert result.exit_code == 2

@@ -232,7 +232,10 @@ def test_supervised_configurations(write: Write) -> None:
         ("loop.group_size", 2**63, "must be at most"),
         ("engine.threads", 2**63, "must be at most"),
         ("runs_dir", '"a\\u0000b"', "NUL"),
-        ("envs.0.weight", "inf", "should be a finite number"),
+        ("envs.0.weight", "inf", "must be a finite number"),
+        ("sampling.temperature", "inf", "must be a finite number"),
+        ("channel", '{use = "nccl", timeout_s = inf}', "must be a finite number"),
+        ("channel", '{use = "nccl", host = ""}', "must have 1 or more characters"),
     ],
 )
 def test_what_no_message_and_no_generator_can_hold_is_refused(write: Write, key: str, value: object, why: str) -> None:

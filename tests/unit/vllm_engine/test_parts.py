@@ -35,6 +35,12 @@ def a_config(**own: Any) -> RunConfig:
 # --- the table and the arguments --------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("own", [{"env": {"A=B": "1"}}, {"env": {"": "1"}}, {"api_host": ""}])
+def test_a_variable_without_a_name_and_an_address_that_is_everywhere_are_refused(own: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match=r"no process can have|at least 1 character"):
+        VllmConfig.model_validate(own)
+
+
 @pytest.mark.parametrize("key", ["model", "port", "api_key", "logprobs_mode", "seed", "tensor-parallel-size"])
 def test_what_is_not_the_user_s_is_refused_with_the_reason(key: str) -> None:
     with pytest.raises(ValidationError, match=r"cannot be set|is written"):

@@ -50,7 +50,7 @@ class VllmConfig(PluginConfig):
     swap_kv: Literal["recompute", "retain"] = "recompute"
     """What happens to requests in flight when weights change: rebuild their keys and values, so that later tokens
     are exact samples of the new version, or keep the old ones, which is faster and approximate."""
-    api_host: str = "127.0.0.1"
+    api_host: str = Field("127.0.0.1", min_length=1)
     """Where vLLM's own HTTP interface listens, with the run's token as its key."""
     api_port: int = Field(0, ge=0, le=65535)
     """Its port, counted upwards by replica; 0 takes a free one. The engine's log and status.json name it."""
@@ -95,6 +95,9 @@ class VllmConfig(PluginConfig):
 
     @model_validator(mode="after")
     def _not_ours(self) -> VllmConfig:
+        for name in self.env:
+            if not name or "=" in name:
+                raise wrong("env", f"has {name!r}: no process can have a variable of that name")
         for key in self.arguments:
             name = key.replace("-", "_")
             if name in OURS:
